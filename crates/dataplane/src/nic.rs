@@ -86,6 +86,17 @@ pub struct Nic {
     caller: Arc<Caller>,
     front_end: FrontEnd,
     negotiated: AtomicU64,
+    /// Of a TAP with several queues.
+    receivers: Mutex<Receivers>,
+}
+
+/// Pairs of queues, a bit for each.
+#[derive(Debug, Default)]
+struct Receivers {
+    /// Whose receive queue is served.
+    served: u64,
+    /// Whose queue of the TAP is detached.
+    detached: u64,
 }
 
 impl std::fmt::Debug for Nic {
@@ -101,7 +112,8 @@ impl Nic {
         let (caller, front_end) = (Arc::default(), FrontEnd::default());
         let ([rx, tx], [to, from]) = (config.limits, config.promises);
         let terms = Mutex::new([Terms::new(rx, to), Terms::new(tx, from)]);
-        Self { config, terms, caller, front_end, negotiated: AtomicU64::new(0) }
+        let (negotiated, receivers) = (AtomicU64::new(0), Mutex::default());
+        Self { config, terms, caller, front_end, negotiated, receivers }
     }
 
     /// What calls its drivers aside.
@@ -238,6 +250,27 @@ impl Backend for Nic {
         for tap in self.taps() {
             // A TAP that keeps its offloads has frames that are dropped, and counted, one by one.
             let _ = tap.set_offloads(negotiated);
+        }
+    }
+
+    /// The kernel spreads flows over all queues of a TAP that are attached: frames for one that nobody serves would be lost. As
+    /// long as none is served all are attached, as at the start.
+    fn serves(&self, index: u16, is_served: bool) {
+        let taps = self.taps();
+        if taps.len() < 2 || index % 2 == 1 {
+            return;
+        }
+        let mut receivers = self.receivers.lock().unwrap_or_else(PoisonError::into_inner);
+        let bit = 1 << (index / 2);
+        receivers.served = if is_served { receivers.served | bit } else { receivers.served & !bit };
+        for (pair, tap) in taps.iter().enumerate() {
+            let bit = 1 << pair;
+            let is_attached = receivers.served == 0 || receivers.served & bit != 0;
+            let was_attached = receivers.detached & bit == 0;
+            // What the kernel refuses stays as it is: that costs frames, as before.
+            if is_attached != was_attached && tap.set_attached(is_attached).is_ok() {
+                receivers.detached ^= bit;
+            }
         }
     }
 

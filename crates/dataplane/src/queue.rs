@@ -322,7 +322,8 @@ impl Queue {
     /// What it waits for beside its driver's kicks: the link of a network device.
     pub(crate) fn link(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
         match &self.work {
-            Work::Frames(frames) if self.is_served() => frames.link(),
+            // One that is not served any more, or has to stop, hears of the last frames that come back by its link.
+            Work::Frames(frames) if self.is_served() || frames.in_flight() > 0 => frames.link(),
             _ => None,
         }
     }

@@ -712,6 +712,13 @@ impl PortReceiver {
         self.switch.next(self.batch.as_mut()?)
     }
 
+    /// When the next frame was posted, ns of [`crate::clock::now`], if there is one.
+    pub(crate) fn next_posted(&mut self) -> Option<u64> {
+        self.waiting();
+        let &Batch { port, pair, slot, .. } = self.batch.as_ref()?;
+        self.frame(&Delivery { port, pair, slot }).map(|frame| frame.posted)
+    }
+
     /// Gives frames of the next sender to `deliver`, each of which is released, until that does not take one, which then is
     /// the next frame; [`Self::wake`] has to follow.
     #[inline]

@@ -28,10 +28,13 @@ pub(crate) const ATTACH_PAUSE: Duration = Duration::from_millis(10);
 const TUNSETIFF: libc::Ioctl = 0x4004_54ca;
 const TUNGETIFF: libc::Ioctl = 0x8004_54d2;
 const TUNSETOFFLOAD: libc::Ioctl = 0x4004_54d0;
+const TUNSETQUEUE: libc::Ioctl = 0x4004_54d9;
 const TUNSETVNETHDRSZ: libc::Ioctl = 0x4004_54d8;
 const TUNSETVNETLE: libc::Ioctl = 0x4004_54dc;
 const IFF_TAP: libc::c_short = 0x0002;
 const IFF_MULTI_QUEUE: libc::c_short = 0x0100;
+const IFF_ATTACH_QUEUE: libc::c_short = 0x0200;
+const IFF_DETACH_QUEUE: libc::c_short = 0x0400;
 const IFF_NO_PI: libc::c_short = 0x1000;
 const IFF_VNET_HDR: libc::c_short = 0x4000;
 const TUN_F_CSUM: u32 = 0x01;
@@ -41,6 +44,8 @@ const TUN_F_TSO_ECN: u32 = 0x08;
 
 /// The ioctl that a TAP's offloads are set by in the midst of service: for whoever filters system calls.
 pub(crate) const SET_OFFLOADS: u32 = TUNSETOFFLOAD as u32;
+/// The one by which the kernel learns that it is to hand over frames by a queue, or not.
+pub(crate) const SET_QUEUE: u32 = TUNSETQUEUE as u32;
 /// What [`Tap::adopt`] asks a queue, and tells it.
 pub(crate) const ADOPT: [u32; 3] = [TUNGETIFF as u32, TUNSETVNETHDRSZ as u32, TUNSETVNETLE as u32];
 
@@ -160,9 +165,13 @@ impl Tap {
         }
         // An IOThread reads from it, and waits for nobody.
         let is_waiting = rustix::io::ioctl_fionbio(&fd, true);
-        is_waiting
+        let tap = is_waiting
             .and_then(|()| Self::prepare(fd))
-            .map_err(|errno| TapError::Attach(name.to_owned(), errno))
+            .map_err(|errno| TapError::Attach(name.to_owned(), errno))?;
+        if request.flags & IFF_DETACH_QUEUE != 0 {
+            tap.set_attached(true).map_err(|errno| TapError::Attach(name.to_owned(), errno))?;
+        }
+        Ok(tap)
     }
 
     /// Makes a TAP that is gone with its last file: in the network namespace of the calling thread.
@@ -220,6 +229,18 @@ impl Tap {
         }
         // SAFETY: TUNSETOFFLOAD takes an integer.
         check(unsafe { libc::ioctl(self.0.as_raw_fd(), TUNSETOFFLOAD, libc::c_ulong::from(flags)) })
+    }
+
+    /// Has the kernel hand over frames by this one of several queues, or by the others alone (`tun_set_queue`). It waits for a
+    /// grace period of RCU: an IOThread does not call it.
+    ///
+    /// # Errors
+    /// The queue is as it is to be already, or the TAP has one alone.
+    pub(crate) fn set_attached(&self, is_attached: bool) -> Result<(), Errno> {
+        let flags = if is_attached { IFF_ATTACH_QUEUE } else { IFF_DETACH_QUEUE };
+        let request = Request { name: [0; 16], flags, rest: [0; 22] };
+        // SAFETY: TUNSETQUEUE reads a `struct ifreq`, which outlives the call.
+        check(unsafe { libc::ioctl(self.0.as_raw_fd(), TUNSETQUEUE, &raw const request) })
     }
 
     /// Sends a frame with its header.

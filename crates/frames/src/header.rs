@@ -4,7 +4,7 @@
 //! is looked at, for the driver may change it meanwhile, and only what was negotiated goes on; whether
 //! it fits the frame says the kernel, which checks it for every TAP (`virtio_net_hdr_to_skb`).
 
-use crate::ethernet::{HEADER_BYTES, Head, IPV4, IPV6, TAG_BYTES};
+use crate::ethernet::{ARP, HEADER_BYTES, Head, IPV4, IPV6, TAG_BYTES};
 use crate::features;
 
 /// Bytes of the header with VIRTIO_F_VERSION_1.
@@ -167,14 +167,16 @@ impl Header {
             self.0[2..10].fill(0);
             return Ok(self);
         }
-        if start < HEADER_BYTES || start + offset + 2 > length {
+        // A checksum is two bytes of the sender's choice, which whoever completes it writes when the switch has looked at addresses, tag
+        // and sender of ARP: it lies behind these.
+        let (payload, ethertype) = head.payload();
+        if start < payload || ethertype == ARP || start + offset + 2 > length {
             return Err(HeaderError::Misfit);
         }
         let Some(kind) = self.segmented() else {
             self.0[2..6].fill(0);
             return Ok(self);
         };
-        let (payload, ethertype) = head.payload();
         let (expected, ip) = match kind {
             Kind::Tcp4 => (IPV4, 20),
             Kind::Tcp6 => (IPV6, 40),
@@ -318,6 +320,38 @@ mod tests {
             } else {
                 prop_assert_ne!(fitting, Ok(Header::COMPLETE));
             }
+        }
+    }
+
+    proptest! {
+        /// What forwarding is decided by is not changed by a checksum that is completed behind that, whatever tag the frame has by then.
+        #[test]
+        fn checksum_changes_nothing_that_was_looked_at(
+            mut frame in proptest::collection::vec(any::<u8>(), 14..100),
+            ethertype in prop::sample::select(vec![IPV4, IPV6, ARP, 0x8100, 0x88a8]),
+            inner in prop::sample::select(vec![IPV4, ARP]),
+            start in 0..60_u16,
+            offset in 0..30_u16,
+            takes_tag: bool,
+        ) {
+            frame[12..14].copy_from_slice(&ethertype.to_be_bytes());
+            if let Some(behind) = frame.get_mut(16..18) {
+                behind.copy_from_slice(&inner.to_be_bytes());
+            }
+            let mut head = Head::new(&frame).unwrap();
+            let mut header = header(NEEDS_CSUM, 0);
+            header.put(6, start);
+            header.put(8, offset);
+            let Ok(mut header) = header.fitting(&head, frame.len()) else { return Ok(()) };
+            if takes_tag && head.take_tag().is_some() {
+                frame.drain(12..16);
+                header = header.with_tag(false);
+            }
+            let before = frame.clone();
+            crate::offload::complete_checksum(&mut frame, &header).unwrap();
+            let (payload, carried) = head.payload();
+            prop_assert_eq!(&frame[..payload.min(frame.len())], &before[..payload.min(before.len())]);
+            prop_assert!(carried != ARP);
         }
     }
 

@@ -71,6 +71,9 @@ pub trait Backend: Send + Sync {
     /// A driver has negotiated features, or the device was reset, while no virtqueue runs.
     fn negotiated(&self, features: u64);
 
+    /// A virtqueue is served from now on, or is not: it runs and is enabled.
+    fn serves(&self, _index: u16, _is_served: bool) {}
+
     /// A front end has handed over the in-flight area of an earlier server, or a new one: the
     /// device learns what that server had been told.
     fn take_over(&self, inflight: &Inflight);

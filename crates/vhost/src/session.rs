@@ -136,6 +136,9 @@ pub enum Refused {
     /// A request of network devices.
     #[error("the device has no network")]
     NoNetwork,
+    /// A request of devices whose requests in flight outlive the server.
+    #[error("the device has no in-flight area")]
+    NoInflight,
     /// The device cannot have that MTU.
     #[error("the device does not have an MTU of {0}")]
     Mtu(u64),
@@ -576,7 +579,11 @@ impl<H: QueueHost> Session<H> {
 
     fn set_enabled(&mut self, index: usize, enabled: bool) -> Result<(), Refused> {
         self.vrings[index].enabled = Some(enabled);
-        self.update(index, Change::Enabled(enabled))
+        self.update(index, Change::Enabled(enabled))?;
+        if self.vrings[index].running.is_some() {
+            self.device.serves(index as u16, enabled);
+        }
+        Ok(())
     }
 
     fn update(&self, index: usize, change: Change) -> Result<(), Refused> {
@@ -656,6 +663,7 @@ impl<H: QueueHost> Session<H> {
         };
         let key = self.host.start(setup).map_err(|source| Refused::Start { index, source })?;
         self.vrings[position].running = Some(key);
+        self.device.serves(index, self.is_enabled(position));
         Ok(())
     }
 
@@ -670,6 +678,7 @@ impl<H: QueueHost> Session<H> {
             let stopped = self.host.stop(key);
             vring.base = stopped.base;
             self.broken |= stopped.broken;
+            self.device.serves(position as u16, false);
         }
     }
 
@@ -711,6 +720,9 @@ impl<H: QueueHost> Session<H> {
     }
 
     fn check_inflight(&self, area: &InflightArea) -> Result<(), Refused> {
+        if self.device.protocol_features() & features::PROTOCOL_INFLIGHT_SHMFD == 0 {
+            return Err(Refused::NoInflight);
+        }
         let InflightArea { queues, queue_size: size, .. } = *area;
         let possible = (1..=self.device.queues()).contains(&queues);
         if possible && is_queue_size(size, self.packed()) {

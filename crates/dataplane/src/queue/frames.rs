@@ -101,7 +101,7 @@ impl Frames {
     /// When the next frame may pass or is to be tried again, or waits for buffers no longer, if one waits; ns.
     pub(super) fn held_until(&self) -> Option<u64> {
         let starved = match &self.direction {
-            Direction::PortReceive(receive) => receive.starved_until(),
+            Direction::PortReceive(receive) => receive.waits_until(),
             _ => None,
         };
         [self.held_until, starved].into_iter().flatten().min()
@@ -238,7 +238,7 @@ impl Frames {
             Direction::SocketReceive(receive) => {
                 is_open && receive.waits_for_driver(ring_is_pending)
             }
-            Direction::PortReceive(receive) => receive.waits_for_driver(),
+            Direction::PortReceive(receive) => is_open && receive.waits_for_driver(),
         }
     }
 

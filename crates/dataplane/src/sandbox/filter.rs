@@ -161,16 +161,17 @@ const GUARD: &[c_long] = &[
 ];
 
 /// `BLKDISCARD`, `BLKGETSIZE64`, `BLKSSZGET` and `BLKPBSZGET` of `linux/fs.h`, `FIONBIO`,
-/// `TUNSETOFFLOAD` and what is asked of a TAP's queue that is handed over (`TUNGETIFF`, `TUNSETVNETHDRSZ` and
+/// `TUNSETOFFLOAD`, `TUNSETQUEUE` and what is asked of a TAP's queue that is handed over (`TUNGETIFF`, `TUNSETVNETHDRSZ` and
 /// `TUNSETVNETLE`) of `linux/if_tun.h`, and `NVME_IOCTL_ID` and `NVME_IOCTL_ADMIN_CMD` of `linux/nvme_ioctl.h`: without capabilities, which are
 /// given up, the latter can only ask a device what it is.
-const IOCTLS: [u32; 11] = [
+const IOCTLS: [u32; 12] = [
     0x1277,
     0x8008_1272,
     0x1268,
     0x127b,
     libc::FIONBIO as u32,
     crate::tap::SET_OFFLOADS,
+    crate::tap::SET_QUEUE,
     crate::tap::ADOPT[0],
     crate::tap::ADOPT[1],
     crate::tap::ADOPT[2],

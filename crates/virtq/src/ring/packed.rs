@@ -101,6 +101,10 @@ impl Packed {
         let inflight = match kept {
             Kept::Nothing => None,
             Kept::Position(mut queue) => {
+                // Also where the base is another by now, since the ring has been served meanwhile: of one that was larger.
+                if queue.told().index() >= size {
+                    return Err(RingError::Base);
+                }
                 let identity = Identity::new(memory, config.descriptors, size);
                 let log = |segment| {
                     if config.log.is_some() {

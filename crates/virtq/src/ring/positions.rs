@@ -176,7 +176,8 @@ impl QueuePosition {
         let whole = finished.iter().all(|request| request.count != 0);
         let told = Position::from_bits(load(TOLD) as u16);
         let left = Left { position, finished, told };
-        (whole && descriptors <= ring.size.into()).then_some(left)
+        let is_within = told.index() < ring.size;
+        (whole && is_within && descriptors <= ring.size.into()).then_some(left)
     }
 
     /// From here on it is about this ring, which is at `position`.

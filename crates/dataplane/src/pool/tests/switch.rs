@@ -231,6 +231,33 @@ fn queues_stop_with_frames_between_them() {
     }
 }
 
+/// The last frames come back one after the other, from receivers that have no buffers.
+#[test]
+fn sender_that_is_not_served_hears_of_each_frame_that_comes_back() {
+    for (breaks, moves) in [(false, false), (false, true), (true, false)] {
+        let net = Arc::new(Net::new(&[ALL, ALL, ALL]));
+        let mut sender = net.start(0, 1, true, 0);
+        let receivers = [1, 2].map(|port| net.start(port, 0, false, 1));
+        // Each waits for a millisecond.
+        sender.port.send(0, PLAIN, &between(0, 1, 1, 100));
+        std::thread::sleep(Duration::from_micros(600));
+        sender.port.send(1, PLAIN, &between(0, 2, 1, 100));
+        let edit = move |queue: &mut Queue| match breaks {
+            true => _ = queue.broken_cell().set(Broken::NoStatus),
+            false => queue.set_enabled(false),
+        };
+        net.pool.edit(sender.key, edit).unwrap();
+        if moves {
+            net.pool.move_queue(sender.key, net.threads[1]).unwrap();
+        }
+        let (told, has_stopped) = std::sync::mpsc::channel();
+        let (all, key) = (Arc::clone(&net), sender.key);
+        std::thread::spawn(move || told.send(all.pool.stop(key).is_ok()));
+        assert_eq!(has_stopped.recv_timeout(LOST), Ok(true), "{breaks} {moves}");
+        let _ = receivers.map(|receiver| net.pool.stop(receiver.key).unwrap());
+    }
+}
+
 /// TCP over IPv4 that is to be cut into `size` bytes of data each, and its header.
 fn tcp(data: &[u8], size: u16) -> ([u8; HEADER], Vec<u8>) {
     let mut frame = between(0, 1, 0, 54);

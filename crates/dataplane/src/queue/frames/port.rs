@@ -291,8 +291,8 @@ pub(super) struct PortReceive {
     scratch: Box<[u8]>,
     /// Buffers that are next in the ring, unless some of [`Self::buffers`] are.
     ahead: Ahead,
-    /// Until when the next frame waits for the driver to have buffers, if it does.
-    starved_until: Option<u64>,
+    /// Until when the next frame waits for the driver to have buffers, if it does, or for its time.
+    waits_until: Option<u64>,
     /// When the first frame was sent that the last turn gave to the driver, if it gave it any.
     first_posted: Option<u64>,
 }
@@ -310,8 +310,8 @@ enum Plain {
 enum Current {
     /// As it is in its sender's memory.
     Whole(Delivery),
-    /// Complete, in [`PortReceive::scratch`].
-    Completed { length: usize, posted: u64 },
+    /// As the driver gets it, in [`PortReceive::scratch`].
+    Copied { length: usize, header: Header, posted: u64 },
     /// To be cut, from there.
     Cut { length: usize, segments: Segments, posted: u64 },
 }
@@ -334,13 +334,13 @@ impl PortReceive {
             current: None,
             scratch: vec![0; MAX_FRAME_BYTES].into(),
             ahead: Ahead::new(),
-            starved_until: None,
+            waits_until: None,
             first_posted: None,
         }
     }
 
-    pub(super) const fn starved_until(&self) -> Option<u64> {
-        self.starved_until
+    pub(super) const fn waits_until(&self) -> Option<u64> {
+        self.waits_until
     }
 
     pub(super) const fn first_posted(&self) -> Option<u64> {
@@ -348,11 +348,11 @@ impl PortReceive {
     }
 
     pub(super) const fn look_again(&mut self) {
-        self.starved_until = None;
+        self.waits_until = None;
     }
 
     pub(super) fn is_pending(&self, ring_is_pending: impl FnOnce() -> bool) -> bool {
-        if self.starved_until.is_some() {
+        if self.waits_until.is_some() {
             return ring_is_pending();
         }
         self.current.is_some()
@@ -361,7 +361,7 @@ impl PortReceive {
     }
 
     pub(super) fn waits_for_driver(&self) -> bool {
-        self.starved_until.is_some() || self.port.is_starved()
+        self.waits_until.is_some() || self.port.is_starved()
     }
 
     pub(super) fn link(&self) -> BorrowedFd<'_> {
@@ -417,7 +417,7 @@ impl PortReceive {
         gate: &mut Gate<'_>,
         time: u64,
     ) -> Served {
-        (self.starved_until, self.first_posted) = (None, None);
+        (self.waits_until, self.first_posted) = (None, None);
         if self.port.is_starved() && ring.is_pending() {
             self.port.set_starved(false);
         }
@@ -452,6 +452,10 @@ impl PortReceive {
                     continue;
                 }
                 Gathered::Enough if is_open => {}
+                Gathered::Enough => {
+                    self.hold_back(time, negotiated, share, stats);
+                    return Ok((Pass::Empty, is_unpublished));
+                }
                 _ if time >= piece.posted.saturating_add(MAX_WAIT_NS) => {
                     let reason = if is_open { Dropped::NoBuffers } else { Dropped::Limit };
                     // Until there are buffers, nobody waits for them again.
@@ -460,9 +464,8 @@ impl PortReceive {
                     continue;
                 }
                 Gathered::TurnOver => break,
-                Gathered::Enough => return Ok((Pass::Empty, is_unpublished)),
                 Gathered::TooFew => {
-                    self.starved_until = Some(piece.posted.saturating_add(MAX_WAIT_NS));
+                    self.waits_until = Some(piece.posted.saturating_add(MAX_WAIT_NS));
                     return Ok((Pass::Empty, is_unpublished));
                 }
             }
@@ -581,7 +584,7 @@ impl PortReceive {
                     let pieces = frame.rest().len();
                     return Some(Piece { bytes, pieces, posted });
                 }
-                Some(Current::Completed { length, posted }) => {
+                Some(Current::Copied { length, posted, .. }) => {
                     return Some(Piece { bytes: BYTES + length, pieces: 0, posted: *posted });
                 }
                 Some(Current::Cut { length, segments, posted }) => {
@@ -616,9 +619,10 @@ impl PortReceive {
         let Some(frame) = self.port.frame(&delivery) else { return Err(Dropped::Malformed) };
         let egress = self.egress(frame);
         let length = tagged_bytes(frame, egress);
+        let longest = self.longest();
         let is_whole = frame.header.for_driver(negotiated).is_ok();
-        let is_too_long = length > MAX_FRAME_BYTES
-            || length > self.longest() && frame.header.segmented().is_none();
+        let is_too_long =
+            length > MAX_FRAME_BYTES || length > longest && frame.header.segmented().is_none();
         if is_too_long || is_whole {
             if is_too_long {
                 self.port.release(delivery);
@@ -626,26 +630,70 @@ impl PortReceive {
             }
             return Ok(Current::Whole(delivery));
         }
-        let posted = frame.posted;
-        let header = frame.header.with_tag_of(egress);
-        let mut at = 0;
-        let mut tagged = [0; HEADER_BYTES + 2];
-        for part in parts(frame, egress, &mut tagged) {
-            let length = part.len().min(self.scratch.len() - at);
-            // SAFETY: the part is the frame's or its sender's memory, which is mapped while it is not released.
-            unsafe { copy(part.base(), self.scratch[at..].as_mut_ptr(), length) };
-            at += length;
-        }
-        self.port.release(delivery);
-        // It is copied twice.
-        share.ns -= cost::port_ns(length);
+        let (header, posted) = (frame.header.with_tag_of(egress), frame.posted);
+        let length = self.copy_out(delivery, share);
         let whole = &mut self.scratch[..length];
         if header.segmented().is_some() {
             let segments = Segments::new(whole, &header).map_err(|_| Dropped::Malformed)?;
+            // The first is the longest.
+            if segments.next_bytes(whole) > longest {
+                return Err(Dropped::TooLong);
+            }
             return Ok(Current::Cut { length, segments, posted });
         }
         complete_checksum(whole, &header).map_err(|_| Dropped::Malformed)?;
-        Ok(Current::Completed { length, posted })
+        Ok(Current::Copied { length, header: Header::COMPLETE, posted })
+    }
+
+    /// Takes a frame out of its sender's memory to [`Self::scratch`], as it leaves, and releases it; its length.
+    fn copy_out(&mut self, delivery: Delivery, share: &mut TurnBudget) -> usize {
+        let mut at = 0;
+        if let Some(frame) = self.port.frame(&delivery) {
+            let mut tagged = [0; HEADER_BYTES + 2];
+            for part in parts(frame, self.egress(frame), &mut tagged) {
+                let length = part.len().min(self.scratch.len() - at);
+                // SAFETY: the part is the frame's or its sender's memory, which is mapped while it is not released.
+                unsafe { copy(part.base(), self.scratch[at..].as_mut_ptr(), length) };
+                at += length;
+            }
+            // It is copied twice, once from its sender's pieces.
+            share.ns -= cost::port_ns(at) + cost::pieces_ns(frame.rest().len());
+        }
+        self.port.release(delivery);
+        at
+    }
+
+    /// The limit does not let the current frame pass yet: it waits for its time here. Its sender, whose ring has its frames back in
+    /// their order, has it back, and what is behind it when that has waited for as long as a frame may.
+    fn hold_back(
+        &mut self,
+        time: u64,
+        negotiated: u64,
+        share: &mut TurnBudget,
+        stats: &QueueStats,
+    ) {
+        if let Some(Current::Whole(delivery)) =
+            self.current.take_if(|current| matches!(current, Current::Whole(_)))
+            && let Some(frame) = self.port.frame(&delivery)
+        {
+            let told = frame.header.with_tag_of(self.egress(frame)).for_driver(negotiated);
+            let (header, posted) = (told.unwrap_or(Header::COMPLETE), frame.posted);
+            let length = self.copy_out(delivery, share);
+            self.current = Some(Current::Copied { length, header, posted });
+        }
+        let until = |posted: u64| posted.saturating_add(MAX_WAIT_NS);
+        let mut next = self.port.next_posted();
+        while share.is_left() && next.is_some_and(|posted| until(posted) <= time) {
+            if let Some(delivery) = self.port.take() {
+                self.port.release(delivery);
+                stats.start(1);
+                stats.drop_frame(Op::Read, Dropped::Limit);
+                share.ns -= cost::NOTE_NS;
+            }
+            next = self.port.next_posted();
+        }
+        // One that comes now is found in time.
+        self.waits_until = Some(until(next.unwrap_or(time)));
     }
 
     /// Gives the driver the piece that is next, for which there are buffers.
@@ -662,7 +710,8 @@ impl PortReceive {
                 }
                 self.port.release(delivery);
             }
-            Some(Current::Completed { length, .. }) => {
+            Some(Current::Copied { length, header: told, .. }) => {
+                header = told;
                 self.buffers.fill([part(&self.scratch[..length])].into_iter());
             }
             Some(Current::Cut { length, mut segments, posted }) => {

@@ -176,20 +176,27 @@ pub(super) struct SocketReceive {
     is_ready: bool,
     /// Whether there is no peer, or one that says what is no frame.
     has_failed: bool,
+    /// Whether the driver has made too few buffers available for the next frame.
+    is_short: bool,
 }
 
 impl SocketReceive {
     pub(super) fn new(nic: &Arc<Nic>, socket: Arc<Socket>) -> Self {
         let buffers = Buffers::new();
-        Self { nic: Arc::clone(nic), socket, buffers, is_ready: true, has_failed: false }
+        let nic = Arc::clone(nic);
+        Self { nic, socket, buffers, is_ready: true, has_failed: false, is_short: false }
     }
 
     pub(super) fn is_pending(&self, ring_is_pending: impl FnOnce() -> bool) -> bool {
-        self.is_ready && (!self.buffers.is_empty() || ring_is_pending())
+        self.is_ready && (!self.wants_buffers() || ring_is_pending())
+    }
+
+    fn wants_buffers(&self) -> bool {
+        self.buffers.is_empty() || self.is_short
     }
 
     pub(super) fn waits_for_driver(&self, ring_is_pending: bool) -> bool {
-        self.buffers.is_empty() && !ring_is_pending
+        self.wants_buffers() && !ring_is_pending
     }
 
     /// What is waited for when buffers are there and no frame.
@@ -202,6 +209,7 @@ impl SocketReceive {
     }
 
     pub(super) fn give_back(&mut self, ring: &mut Ring) {
+        self.is_short = false;
         self.buffers.give_back(ring);
     }
 
@@ -213,6 +221,7 @@ impl SocketReceive {
         stats: &QueueStats,
         gate: &mut Gate<'_>,
     ) -> Served {
+        self.is_short = false;
         let is_mergeable = self.nic.driver_features() & features::MRG_RXBUF != 0;
         let socket = Arc::clone(&self.socket);
         let mut incoming = socket.incoming();
@@ -221,7 +230,13 @@ impl SocketReceive {
             let length = match incoming.next() {
                 Next::Frame(length) => length,
                 Next::Incomplete if !self.has_failed => match socket.receive(&mut incoming) {
-                    Ok(None) => continue,
+                    Ok(None) => {
+                        // A peer can have a frame's bytes come one by one.
+                        if matches!(incoming.next(), Next::Incomplete) {
+                            share.ns -= cost::tap_ns(0);
+                        }
+                        continue;
+                    }
                     Ok(Some(reason)) => {
                         stats.start(1);
                         stats.drop_frame(Op::Read, reason);
@@ -251,7 +266,8 @@ impl SocketReceive {
             if gathered == Gathered::TurnOver {
                 break;
             }
-            if gathered == Gathered::TooFew || !gate.is_open() {
+            self.is_short = gathered == Gathered::TooFew;
+            if self.is_short || !gate.is_open() {
                 return Ok((Pass::Empty, is_unpublished));
             }
             stats.start(1);

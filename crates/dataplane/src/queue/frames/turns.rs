@@ -5,6 +5,7 @@ use std::os::unix::net::UnixDatagram;
 use rtvirtio_frames::ethernet::IPV4;
 use rtvirtio_frames::forwarding::{Port, Vlans};
 use rtvirtio_frames::header::Header;
+use rtvirtio_frames::limit::Rate;
 use rtvirtio_units::Bytes;
 use rtvirtio_vhost::Backend as _;
 use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
@@ -12,7 +13,7 @@ use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use super::buffers::{Buffers, Gathered};
 use super::*;
 use crate::drr::{QUANTUM_NS, cost};
-use crate::nic::NicConfig;
+use crate::nic::{NicConfig, Terms};
 use crate::socket::Socket;
 use crate::switch::Switch;
 
@@ -343,4 +344,131 @@ fn datagrams_of_strangers_end_a_turn() {
     queue.turn(4, QUANTUM_NS);
     let seen = queue.stats.snapshot();
     assert_eq!((seen.operations.reads, seen.errors), (9, 8));
+}
+
+/// As many pieces as a frame to another guest has, they are charged to whoever copies them, if that is not straight to a buffer too.
+#[test]
+fn pieces_of_a_frame_that_is_completed_are_charged() {
+    let [sender, receiver] = on_switch();
+    // The receiver's driver has negotiated no offload.
+    receiver.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let (mut transmit, mut receive) =
+        (ByHand::new(&sender, 1, 1024), ByHand::new(&receiver, 0, 256));
+    let mut frame = frame(400);
+    (frame[0], frame[6], frame[8]) = (1, 34, 16);
+    transmit.driver.guest().write(BUFFERS, &frame);
+    let piece = |address, length| Buffer { address, length, writable: false };
+    let mut pieces = vec![piece(BUFFERS, frame.len() as u32 - 299)];
+    pieces.extend((1..300).rev().map(|left| piece(BUFFERS + frame.len() as u64 - left, 1)));
+    (0..3).for_each(|_| _ = transmit.driver.add(&pieces, false).unwrap());
+    transmit.driver.publish();
+    transmit.turn(u32::MAX, 1 << 30);
+    receive.add(16, 1526, true);
+    for turn in 0..=3 {
+        // Less than what copying one takes, after which nothing is left for its delivery.
+        receive.turn(u32::MAX, cost::pieces_ns(290) / 2);
+        assert_eq!(receive.stats.snapshot().operations.reads, turn);
+    }
+    transmit.turn(0, 0);
+}
+
+/// What a slow receiver is sent holds its senders up for no longer than what a receiver without buffers is.
+#[test]
+fn frames_that_a_limit_holds_back_go_back_to_their_sender() {
+    let [sender, receiver] = on_switch();
+    receiver.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let (mut transmit, mut receive) =
+        (ByHand::new(&sender, 1, 256), ByHand::new(&receiver, 0, 256));
+    let rate = Rate { frames: Some(10.0), bits: None, burst: 0 };
+    receive.frames.set_terms(Terms::new(Some(rate), None));
+    receive.add(64, 1526, true);
+    send(&mut transmit, 40, 60);
+    let begun = now();
+    receive.turn(u32::MAX, QUANTUM_NS);
+    assert_eq!(receive.stats.snapshot().operations.reads, 1);
+    assert!(!receive.is_pending());
+    let until = |receive: &ByHand| receive.frames.held_until().unwrap();
+    while transmit.frames.in_flight() > 0 {
+        assert!(until(&receive) < begun + 20_000_000, "it looks again in time");
+        std::thread::sleep(std::time::Duration::from_nanos(until(&receive).saturating_sub(now())));
+        receive.frames.release();
+        receive.turn(u32::MAX, QUANTUM_NS);
+        transmit.turn(0, 0);
+    }
+    assert_eq!(receive.stats.drops().limit, 38);
+    // The first of those that were held back comes when its time has come.
+    let mut taken = vec![receive.driver.take().unwrap()];
+    while taken.len() < 2 {
+        taken.extend(receive.driver.take());
+        assert!(now() < begun + 1_000_000_000, "it never comes");
+        let left = receive.frames.held_until().map_or(0, |until| until.saturating_sub(now()));
+        std::thread::sleep(std::time::Duration::from_nanos(left));
+        receive.frames.release();
+        receive.turn(u32::MAX, QUANTUM_NS);
+    }
+    assert!(now() >= begun + 100_000_000);
+    assert_eq!([taken[0].1, taken[1].1], [(BYTES + 60) as u32; 2]);
+}
+
+#[test]
+fn segments_that_are_longer_than_the_receivers_mtu_are_no_frames_of_its() {
+    let [sender, receiver] = on_switch();
+    receiver.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let (mut transmit, mut receive) =
+        (ByHand::new(&sender, 1, 256), ByHand::new(&receiver, 0, 256));
+    receive.add(200, 1530, true);
+    for (size, arrives) in [(1464_u16, true), (1465, false), (9000, false)] {
+        // TCP, in segments of so many bytes with headers of 54, for an MTU of 1500 and a tag.
+        let mut frame = frame(20_000);
+        (frame[0], frame[1], frame[6], frame[8]) = (1, 1, 34, 16);
+        frame[4..6].copy_from_slice(&size.to_le_bytes());
+        (frame[BYTES + 14], frame[BYTES + 23], frame[BYTES + 46]) = (0x45, 6, 0x50);
+        transmit.driver.guest().write(BUFFERS, &frame);
+        transmit.add(1, frame.len() as u32, false);
+        transmit.turn(256, 1 << 30);
+        receive.turn(u32::MAX, 1 << 30);
+        let arrived = std::iter::from_fn(|| receive.driver.take()).count();
+        assert_eq!(arrived, if arrives { 14 } else { 0 }, "{size}");
+    }
+    assert_eq!(receive.stats.drops().too_long, 2);
+    transmit.turn(0, 0);
+}
+
+/// A stream has no frames' ends: what a peer sends byte by byte is read as often.
+#[test]
+fn bytes_of_a_frame_that_is_not_whole_end_a_turn() {
+    let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    ours.set_nonblocking(true).unwrap();
+    let nic = nic([2, 0, 0, 0, 0, 1], Link::Socket(Arc::new(Socket::new(ours.into()))));
+    let mut queue = ByHand::new(&nic, 0, 64);
+    queue.add(8, 4096, true);
+    let frame = [&1500_u32.to_be_bytes()[..], &[1; 1500]].concat();
+    for byte in &frame[..frame.len() - 1] {
+        std::io::Write::write_all(&mut theirs, &[*byte]).unwrap();
+        // Time for one look.
+        assert_eq!(queue.turn(64, 1), Pass::More);
+        assert!(queue.is_pending());
+    }
+    std::io::Write::write_all(&mut theirs, &frame[frame.len() - 1..]).unwrap();
+    queue.turn(64, QUANTUM_NS);
+    assert_eq!(queue.stats.snapshot().operations.reads, 1);
+}
+
+#[test]
+fn frame_of_a_socket_that_the_buffers_are_too_few_for_is_no_work() {
+    let (_directory, nic, peer) = on_socket();
+    nic.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let mut queue = ByHand::new(&nic, 0, 64);
+    queue.add(1, 100, true);
+    peer.send(&[1; 200]).unwrap();
+    assert_eq!(queue.turn(64, QUANTUM_NS), Pass::Empty);
+    assert!(
+        !queue.is_pending(),
+        "nothing can be done before the driver has made another available"
+    );
+    assert!(queue.frames.waits_for_driver(queue.ring.is_pending()));
+    queue.add(2, 100, true);
+    assert!(queue.is_pending());
+    queue.turn(64, QUANTUM_NS);
+    assert_eq!(queue.stats.snapshot().operations.reads, 1);
 }

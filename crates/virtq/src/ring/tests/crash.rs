@@ -539,3 +539,30 @@ fn position_that_cannot_be_is_not_taken() {
         assert_eq!(with().base(), driver.config().base, "{position:#x} {length} {counts:?}");
     }
 }
+
+/// A front end says where a ring is, and later makes it smaller than that.
+#[test]
+fn place_beyond_the_ring_is_never_looked_at() {
+    let file = rustix::fs::memfd_create(c"positions", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let driver = driver(PACKED);
+    let (descriptors, _, _) = driver.addresses();
+    // Used, so that the ring itself does not speak against it.
+    driver.guest().write(descriptors + 14, &[0x80, 0x80]);
+    let positions = Positions::map(std::os::fd::AsFd::as_fd(&file), 1).unwrap();
+    let with = |base, told| {
+        let config = RingConfig { base, ..driver.config() };
+        let queue = positions.queue(0, told).unwrap();
+        Ring::with_position(config, driver.guest().memory(), queue).map(|ring| ring.base())
+    };
+    let beyond = u32::from(PACKED.size) | 0x8000;
+    for told in [beyond, beyond << 16 | 0x7fff, 0xffff] {
+        assert_eq!(with(0x8000, told), Err(RingError::Base));
+    }
+    // What is kept may say so too: it is a file.
+    let base = driver.config().base;
+    for told in [beyond as u16, 0xffff, 0x7fff] {
+        with(base, TOLD).unwrap();
+        rustix::io::pwrite(&file, &told.to_le_bytes(), 40).unwrap();
+        assert_eq!(with(base, TOLD), Ok(base), "{told:#x}");
+    }
+}
