@@ -10,12 +10,13 @@ use std::sync::{Arc, Mutex};
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use rtvirtio_dataplane::device::{Device, DeviceConfig, Limits};
-use rtvirtio_vhost::Backend as _;
+use rtvirtio_vhost::protocol::features;
+use rtvirtio_vhost::{Backend, Link};
 use rtvirtio_virtq::memory::RegionSpec;
 use rtvirtio_vhost::protocol::{
     Header, InflightArea, Message, VringAddress, VringFd, VringState,
 };
-use rtvirtio_virtq::ring::{Chain, Ring};
+use rtvirtio_virtq::ring::{Chain, Inflight, Positions, Ring};
 use rtvirtio_vhost::session::{
     Answer, Change, QueueHost, QueueSetup, Session, StartError, StoppedQueue,
 };
@@ -103,6 +104,68 @@ impl Engine for Disk {
 
     fn resize(&self, _: Option<Bytes>) -> std::io::Result<Bytes> {
         Ok(Bytes::new(1 << 20))
+    }
+}
+
+/// As a network device is: where its packed rings are is kept, and it has no in-flight areas.
+struct Kept {
+    device: Device,
+    positions: Arc<Positions>,
+}
+
+impl Backend for Kept {
+    fn name(&self) -> &str {
+        self.device.name()
+    }
+
+    fn queues(&self) -> u16 {
+        self.device.queues()
+    }
+
+    fn queue_num(&self) -> u64 {
+        self.device.queue_num()
+    }
+
+    fn features(&self) -> u64 {
+        self.device.features() | features::IN_ORDER
+    }
+
+    fn protocol_features(&self) -> u64 {
+        features::PROTOCOL_OFFERED & !features::PROTOCOL_INFLIGHT_SHMFD
+    }
+
+    fn positions(&self) -> Option<&Arc<Positions>> {
+        Some(&self.positions)
+    }
+
+    fn memory_limit(&self) -> Bytes {
+        self.device.memory_limit()
+    }
+
+    fn config(&self, offset: u32, size: u32, negotiated: u64) -> Vec<u8> {
+        self.device.config(offset, size, negotiated)
+    }
+
+    fn write_config(
+        &self,
+        offset: u32,
+        data: &[u8],
+        negotiated: u64,
+        inflight: Option<&Inflight>,
+    ) -> bool {
+        self.device.write_config(offset, data, negotiated, inflight)
+    }
+
+    fn negotiated(&self, features: u64) {
+        self.device.negotiated(features);
+    }
+
+    fn take_over(&self, _: &Inflight) {
+        unreachable!("it offers none");
+    }
+
+    fn link(&self) -> &Link {
+        self.device.link()
     }
 }
 
@@ -194,7 +257,7 @@ impl Front {
         self.send(message(VringFd { index: queue.into(), fd: fd.is_some() }), fds);
     }
 
-    fn step(&mut self, step: Step, device: &Device) {
+    fn step(&mut self, step: Step, device: &dyn Backend) {
         let state = |queue: u8, num| VringState { index: queue.into(), num };
         match step {
             Step::Ready { queue, features, size, base } => {
@@ -334,22 +397,31 @@ fuzz_target!(|input: Input| {
     let before = descriptors();
     let memory = rustix::fs::memfd_create(c"guest", MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&memory, MEMORY).unwrap();
+    let is_kept = input.queues >= 128;
     let config = DeviceConfig {
         name: "disk".into(),
         engine: Arc::new(Disk),
-        queues: u16::from(input.queues % 64) + 1,
+        // A file of positions is large.
+        queues: u16::from(input.queues % if is_kept { 4 } else { 64 }) + 1,
         read_only: input.read_only,
         serial: [0; 20],
         write_cache: true,
         limits: Limits::default(),
         schedule: None,
     };
-    let device = Arc::new(Device::new(config).unwrap());
+    let device = Device::new(config).unwrap();
+    let device: Arc<dyn Backend> = if is_kept {
+        let file = rustix::fs::memfd_create(c"positions", MemfdFlags::CLOEXEC).unwrap();
+        let positions = Positions::map(file.as_fd(), device.queues()).unwrap();
+        Arc::new(Kept { device, positions })
+    } else {
+        Arc::new(device)
+    };
     let host = Arc::new(Host::default());
     let session = Session::new(device.clone(), Arc::clone(&host));
     let mut front = Front { memory, inflight: None, session };
     for step in input.steps.into_iter().take(256) {
-        front.step(step, &device);
+        front.step(step, &*device);
     }
     drop(front);
     assert!(host.rings.lock().unwrap().is_empty());

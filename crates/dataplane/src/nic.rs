@@ -283,6 +283,10 @@ impl Backend for Nic {
 
 #[cfg(test)]
 mod tests {
+    use rtvirtio_vhost::protocol::{InflightArea, Message};
+    use rtvirtio_vhost::session::Refused;
+    use rtvirtio_vhost::session::testing::{Front, memory};
+
     use super::*;
 
     fn nic() -> Nic {
@@ -317,5 +321,16 @@ mod tests {
         assert_ne!(nic().features() & common::VERSION_1, 0);
         assert_ne!(nic().features() & common::IN_ORDER, 0);
         assert!(nic().set_mtu(1500) && nic().set_mtu(9000) && !nic().set_mtu(9001));
+    }
+
+    /// An area would say of chains that they are in flight, which nobody has.
+    #[test]
+    fn areas_of_requests_in_flight_are_refused() {
+        let mut front = Front::ready(Arc::new(nic()));
+        let area =
+            InflightArea { size: 0x1000, offset: 0, queues: 2, queue_size: 16, padded: true };
+        assert_eq!(front.send(Message::GetInflightFd(area)).err(), Some(Refused::NoInflight));
+        let set = front.with_fd(Message::SetInflightFd(area), memory(0x1_0000));
+        assert_eq!(set.err(), Some(Refused::NoInflight));
     }
 }
