@@ -27,7 +27,7 @@ use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::pin::pin;
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -59,6 +59,8 @@ const HEADER_TIME: Duration = Duration::from_secs(5);
 const INCOMPLETE_TIME: Duration = Duration::from_millis(100);
 /// How long a change that is under way is waited for at the end.
 const SHUTDOWN_TIME: Duration = Duration::from_secs(2);
+/// How long the host may take to start its threads.
+const START_TIME: Duration = Duration::from_secs(5);
 
 /// Threads of changes. A disk that does not answer may keep one for as long as that lasts; the changes of a
 /// device come one after the other.
@@ -146,10 +148,23 @@ impl ControlServer {
             .build()
             .map_err(ControlError::Thread)?;
         // They are started here, once: IOThreads that a change adds inherit their nice value.
-        let all = Arc::new(Barrier::new(CHANGES));
+        let all = Arc::new((Mutex::new(0), Condvar::new()));
+        // Until all are there. The host may have no thread for one, which is tried again when another has ended.
+        let wait = |(started, changed): &(Mutex<usize>, Condvar), more: usize| -> usize {
+            let mut started = started.lock().unwrap_or_else(PoisonError::into_inner);
+            *started += more;
+            changed.notify_all();
+            let is_short = |started: &mut usize| *started < CHANGES;
+            let waited = changed.wait_timeout_while(started, START_TIME, is_short);
+            *waited.unwrap_or_else(PoisonError::into_inner).0
+        };
         for _ in 0..CHANGES {
             let all = Arc::clone(&all);
-            runtime.spawn_blocking(move || all.wait());
+            runtime.spawn_blocking(move || wait(&all, 1));
+        }
+        if wait(&all, 0) < CHANGES {
+            runtime.shutdown_background();
+            return Err(ControlError::Thread(std::io::ErrorKind::WouldBlock.into()));
         }
         let (stop, stopped) = oneshot::channel();
         let serve = move || {

@@ -406,6 +406,7 @@ impl IoThread {
             || self.ring.submission().taskrun()
             || self.awake.keys().any(|key| get(served, key).is_some_and(Served::is_pending))
             || self.commands.has_ended()
+            || self.scheduler_clients.iter().flatten().any(SchedulerClient::has_news)
     }
 
     /// Enables all kicks. True: there was work in the meantime.

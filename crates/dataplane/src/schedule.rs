@@ -277,6 +277,15 @@ impl Drop for Member {
     }
 }
 
+impl Drop for SchedulerClient {
+    fn drop(&mut self) {
+        // It may be the only one that knows when something that waits for its time is to be started.
+        if self.wake_at < u64::MAX {
+            self.schedule.change(|_, _| ());
+        }
+    }
+}
+
 /// An IOThread's side of a schedule.
 pub(crate) struct SchedulerClient {
     schedule: Arc<Schedule>,
@@ -316,7 +325,7 @@ impl SchedulerClient {
 
     /// Whether it can go.
     pub(crate) const fn is_unused(&self) -> bool {
-        self.queues == 0 && self.pending.is_empty() && self.ended.is_empty()
+        self.queues == 0 && !self.has_news()
     }
 
     /// Takes what has happened at a queue.
@@ -327,7 +336,12 @@ impl SchedulerClient {
 
     /// Whether there is anything to exchange at that time.
     pub(crate) const fn is_due(&self, now: u64) -> bool {
-        !self.pending.is_empty() || !self.ended.is_empty() || now >= self.wake_at
+        self.has_news() || now >= self.wake_at
+    }
+
+    /// Whether something has happened that the schedule does not know of.
+    pub(crate) const fn has_news(&self) -> bool {
+        !self.pending.is_empty() || !self.ended.is_empty()
     }
 
     pub(crate) const fn wake_at(&self) -> u64 {
@@ -371,5 +385,43 @@ impl SchedulerClient {
         }
         self.wake_at = scheduler.wake_at().map_or(u64::MAX, Nanos::get);
         waited
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+    use super::*;
+
+    #[derive(Default)]
+    struct Asked(AtomicU32);
+
+    impl Owner for Asked {
+        fn start(&self, _: Token, _: Running) {}
+
+        fn rescheduled(&self, _: Arc<Schedule>) {
+            self.0.fetch_add(1, Relaxed);
+        }
+    }
+
+    /// A queue leaves a thread that has passed on its last word, and knows alone when what waits is to be started.
+    #[test]
+    fn client_that_goes_has_others_look_for_what_waits_for_its_time() {
+        let request = Nanos::from_micros(250);
+        let device =
+            rtvirtio_qos::Device { channels: 1, request, kib: Nanos::ZERO, flush: request };
+        for (wake_at, looks) in [(u64::MAX, 0), (1_000, 1)] {
+            let schedule = Schedule::new(device);
+            let owner = Arc::new(Asked::default());
+            let as_owner: Arc<dyn Owner> = owner.clone();
+            let mut client = SchedulerClient::new(Arc::clone(&schedule));
+            client.enter(TableKey(0), &as_owner);
+            client.leave();
+            client.wake_at = wake_at;
+            assert!(client.is_unused());
+            drop(client);
+            assert_eq!(owner.0.load(Relaxed), looks);
+        }
     }
 }

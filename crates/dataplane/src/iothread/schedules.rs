@@ -8,6 +8,7 @@ use rtvirtio_qos::Running;
 use super::{IoThread, ThreadMessage, get};
 
 use crate::clock::now;
+use crate::drr::QUANTUM_NS;
 use crate::key::from_token;
 use crate::mailbox::Sender;
 use crate::queue::Queue;
@@ -31,12 +32,14 @@ impl IoThread {
     /// Tells the devices' schedules what has happened and starts what they say. Whether there was
     /// anything.
     pub(super) fn schedule(&mut self) -> bool {
-        let mut worked = false;
+        let (mut worked, begun) = (false, now());
         for at in 0..self.scheduler_clients.len() {
-            // What ends as soon as it is started makes room at once.
+            // What ends as soon as it is started makes room at once; but a request has as many parts as its guest likes, and others wait
+            // for this no longer than for a turn.
             while let Some(scheduler_client) = &mut self.scheduler_clients[at]
                 && let mut time = now()
                 && scheduler_client.is_due(time)
+                && (!worked || time.saturating_sub(begun) < QUANTUM_NS.unsigned_abs())
             {
                 worked = true;
                 let mut to_start = std::mem::take(&mut self.to_start);

@@ -99,6 +99,8 @@ impl Queue {
                 discard_sectors: device.limits().discard_sectors,
                 id: *device.serial(),
             });
+            // The driver may have turned it off since, for all that it has made available behind that.
+            limits.write_through = !device.write_cache();
             let slot = &mut self.inflight[usize::from(head)];
             let Some(parsed) = self.source.parse(limits, &mut slot.segments) else {
                 self.mark_broken(Broken::NoStatus);

@@ -375,6 +375,17 @@ impl Image {
 
     /// On block devices too `fallocate` zeroes, and says when the device cannot do it by itself.
     fn write_zeroes(&self, offset: u64, length: u64, unmap: bool) -> Result<(), Errno> {
+        match self.mark_zeroes(offset, length, unmap) {
+            Err(Errno::OPNOTSUPP) => self.write_out_zeroes(offset, length),
+            result => result,
+        }
+    }
+
+    /// Without a write of them, if file system or device can do that.
+    fn mark_zeroes(&self, offset: u64, length: u64, unmap: bool) -> Result<(), Errno> {
+        // Whoever writes a unit in part has read the rest of it, and writes that back.
+        let _alone = (!self.in_units(offset, length))
+            .then(|| self.rewriting.lock().unwrap_or_else(PoisonError::into_inner));
         // A block device takes its own blocks only.
         let marks = !self.is_device || self.in_units(offset, length);
         if unmap && marks {
@@ -393,6 +404,10 @@ impl Image {
                 error => return error,
             }
         }
+        Err(Errno::OPNOTSUPP)
+    }
+
+    fn write_out_zeroes(&self, offset: u64, length: u64) -> Result<(), Errno> {
         let most = length.min(BOUNCE as u64) as usize;
         let zeroes = Aligned::new(most, self.buffer_alignment())?;
         let mut done = 0;
@@ -568,4 +583,45 @@ fn discard_device(fd: &OwnedFd, offset: u64, length: u64) -> Result<(), Errno> {
 /// What the last call into the C library failed with.
 pub(crate) fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::file::Aio;
+
+    /// Who has read what lies beside its own bytes writes that back, over zeroes that had come meanwhile.
+    #[test]
+    fn zeroes_wait_for_who_writes_another_part_of_their_unit() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let image = Image::open(FileConfig {
+            source: FileSource::Path(file.path().to_owned()),
+            direct: false,
+            read_only: false,
+            explicit_raw: true,
+            block_size: None,
+            aio: Aio::Threads,
+        });
+        // As on a disk with sectors of 4 KiB.
+        let image = Image { unit: 4096, ..image.unwrap() };
+        let (told, has_ended) = mpsc::channel();
+        std::thread::scope(|scope| {
+            let writing = image.rewriting.lock().unwrap();
+            for unmap in [false, true] {
+                let (told, image) = (told.clone(), &image);
+                scope.spawn(move || told.send(image.write_zeroes(0, 2048, unmap)).unwrap());
+            }
+            assert!(has_ended.recv_timeout(Duration::from_millis(50)).is_err());
+            // Whole units wait for nobody.
+            image.write_zeroes(4096, 8192, true).unwrap();
+            drop(writing);
+            for _ in 0..2 {
+                has_ended.recv_timeout(Duration::from_secs(10)).unwrap().unwrap();
+            }
+        });
+    }
 }

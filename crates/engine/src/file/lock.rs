@@ -167,7 +167,13 @@ impl Drop for Lock {
     fn drop(&mut self) {
         let mut held = HELD_HERE.lock().unwrap_or_else(PoisonError::into_inner);
         held.retain(|(other, _)| !std::ptr::eq(other.as_ptr(), Arc::as_ptr(&self.file)));
-        drop(held);
+        // Of one description all have the same locks: they are released with the last.
+        let has_others = |(other, _): &(Weak<OwnedFd>, Access)| {
+            other.upgrade().is_some_and(|other| is_same(&other, &self.file))
+        };
+        if held.iter().any(has_others) {
+            return;
+        }
         for byte in self.bytes() {
             let _ = set(&self.file, libc::F_UNLCK, byte);
         }

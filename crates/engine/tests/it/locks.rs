@@ -182,6 +182,11 @@ fn description_that_is_locked_already_is_not_locked_again() {
     let one = Lock::acquire(&fd(&file), Access::Read).unwrap();
     let two = Lock::acquire(&fd(&file), Access::Read).unwrap();
     assert!(matches!(Lock::acquire(&fd(&file), Access::Write), Err(LockError::Twice)));
-    drop((one, two));
+    // The description has the same locks for both.
+    drop(one);
+    let another = Arc::new(image.file().into());
+    assert!(Lock::acquire(&another, Access::Write).is_err(), "the other one still reads");
+    drop(two);
+    drop(Lock::acquire(&another, Access::Write).unwrap());
     drop(Lock::acquire(&fd(&file), Access::Write).unwrap());
 }

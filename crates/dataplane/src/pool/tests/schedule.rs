@@ -3,6 +3,8 @@
 use rtvirtio_qos::{MAX_TRANSFER, Promise, Rate, Share};
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, Weight};
 
+use rtvirtio_vhost::Backend as _;
+
 use super::moves::move_devices_at_full_speed;
 use super::*;
 use crate::schedule::{ClassStatus, Schedule};
@@ -402,6 +404,16 @@ impl Engine for InATurn {
 
 #[test]
 fn request_of_half_a_gigabyte_lets_others_have_their_turns() {
+    let longest = crate::queue::MAX_PART_BYTES;
+    // A turn has less, and its last part is started whole.
+    let most = most_in_a_turn(None);
+    assert!((longest..2 * longest).contains(&most), "{most} bytes in one turn");
+    let most = most_in_a_turn(schedule(4).join(share(1, None), None));
+    assert!((MAX_TRANSFER.get()..2 * longest).contains(&most), "{most} bytes in a scheduled turn");
+}
+
+/// The most of a request that is started in one turn.
+fn most_in_a_turn(member: Option<Member>) -> u64 {
     const PIECE: u32 = 1 << 20;
     const PIECES: u64 = 512;
     let pool = Pool::default();
@@ -409,7 +421,7 @@ fn request_of_half_a_gigabyte_lets_others_have_their_turns() {
     let ram = RamEngine::new(Bytes::new(PIECES * u64::from(PIECE)), Duration::ZERO).unwrap();
     let (thread, _) = pool.thread(id).unwrap();
     let engine = Arc::new(InATurn { ram, thread, turn: std::sync::Mutex::default() });
-    let large = device(Arc::clone(&engine) as Arc<dyn Engine>, 1);
+    let large = device_in(member, Arc::clone(&engine) as Arc<dyn Engine>, 1);
     let mut others = Guarded::new(Shape::of(0));
     let key = pool.start(others.setup(&device(super::ram(), 1)), id).unwrap();
     let stop = AtomicBool::new(false);
@@ -429,10 +441,62 @@ fn request_of_half_a_gigabyte_lets_others_have_their_turns() {
         pool.stop(of_large).unwrap();
     });
     pool.stop(key).unwrap();
-    // A turn has less, and its last part is started whole.
     let (.., most) = *engine.turn.lock().unwrap();
-    let longest = crate::queue::MAX_PART_BYTES;
-    assert!((longest..2 * longest).contains(&most), "{most} bytes in one turn");
+    most
+}
+
+/// RAM whose first request has the driver turn its write cache off.
+struct TurnsOff {
+    ram: Arc<dyn Engine>,
+    device: std::sync::OnceLock<std::sync::Weak<Device>>,
+    durable: std::sync::Mutex<Vec<bool>>,
+}
+
+impl Engine for TurnsOff {
+    fn geometry(&self) -> Geometry {
+        self.ram.geometry()
+    }
+
+    fn start(&self, request: &Request<'_>, lent: &mut SubmitContext<'_, '_>) -> Outcome {
+        let durable = matches!(request.operation, Operation::Write { durable: true });
+        self.durable.lock().unwrap().push(durable);
+        let device = self.device.get().and_then(std::sync::Weak::upgrade).unwrap();
+        assert!(device.write_config(32, &[0], u64::MAX, None));
+        self.ram.start(request, lent)
+    }
+
+    fn resize(&self, capacity: Option<Bytes>) -> std::io::Result<Bytes> {
+        self.ram.resize(capacity)
+    }
+}
+
+/// However many the IOThread takes at one go.
+#[test]
+fn write_behind_the_end_of_its_cache_is_durable() {
+    let pool = Pool::default();
+    let [id] = threads(&pool);
+    let engine = Arc::new(TurnsOff {
+        ram: ram(),
+        device: std::sync::OnceLock::new(),
+        durable: std::sync::Mutex::default(),
+    });
+    let disk = device(Arc::clone(&engine) as Arc<dyn Engine>, 1);
+    engine.device.set(Arc::downgrade(&disk)).unwrap();
+    let mut queue = Guarded::new(Shape::of(0));
+    let guest = Arc::clone(queue.driver.guest());
+    let mut header = [0; 16];
+    header[0] = 1;
+    guest.write(BUFFERS, &header);
+    let at = |address, length, writable| Buffer { address, length, writable };
+    let buffers =
+        [at(BUFFERS, 16, false), at(BUFFERS + 4096, 512, false), at(BUFFERS + 16, 1, true)];
+    // Both are there before it starts.
+    (0..2).for_each(|_| _ = queue.driver.add(&buffers, false).unwrap());
+    queue.publish();
+    let key = pool.start(queue.setup(&disk), id).unwrap();
+    (0..2).for_each(|_| _ = queue.take_one());
+    pool.stop(key).unwrap();
+    assert_eq!(*engine.durable.lock().unwrap(), [false, true]);
 }
 
 #[test]
