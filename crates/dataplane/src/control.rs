@@ -86,6 +86,11 @@ pub enum ControlError {
         /// Why.
         source: io::Error,
     },
+    /// Threads of changes do not start.
+    #[error(
+        "cannot start the control API's {CHANGES} threads: let the service have more (TasksMax=, pids.max, ulimit -u)"
+    )]
+    Threads,
     /// Its thread does not start.
     #[error("cannot start the control thread")]
     Thread(#[source] io::Error),
@@ -136,7 +141,7 @@ impl ControlServer {
     /// Serves `plane` on a socket.
     ///
     /// # Errors
-    /// [`ControlError::Thread`].
+    /// [`ControlError::Thread`], [`ControlError::Threads`].
     pub fn serve(socket: ControlSocket, plane: Arc<dyn Plane>) -> Result<Self, ControlError> {
         let ControlSocket { socket, listener, group } = socket;
         let runtime = tokio::runtime::Builder::new_current_thread()
@@ -164,7 +169,7 @@ impl ControlServer {
         }
         if wait(&all, 0) < CHANGES {
             runtime.shutdown_background();
-            return Err(ControlError::Thread(std::io::ErrorKind::WouldBlock.into()));
+            return Err(ControlError::Threads);
         }
         let (stop, stopped) = oneshot::channel();
         let serve = move || {

@@ -193,11 +193,7 @@ pub(crate) fn give(path: &Path, identity: &Identity, group: Option<u32>) -> std:
 ///
 /// # Errors
 /// The kernel's; `EPERM` for what is no such socket.
-pub(crate) fn give_socket(
-    path: &Path,
-    user: Option<u32>,
-    group: Option<u32>,
-) -> std::io::Result<()> {
+pub fn give_socket(path: &Path, user: Option<u32>, group: Option<u32>) -> std::io::Result<()> {
     use rustix::fs::{AtFlags, CWD, FileType, Gid, Mode, OFlags, Uid};
 
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;

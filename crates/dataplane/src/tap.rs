@@ -138,8 +138,17 @@ impl Tap {
         }
         let several = if multi { IFF_MULTI_QUEUE } else { 0 };
         let begun = Instant::now();
+        // The kernel lets anybody join a TAP with several queues, and then shares its frames out: whether it has one
+        // already, its carrier tells, if it is up.
+        let is_free = || !multi || attribute(name, "carrier").is_none_or(|carrier| carrier != "1");
+        let attach = || {
+            is_free()
+                .then_some(())
+                .ok_or_else(|| TapError::Attach(name.to_owned(), Errno::BUSY))
+                .and_then(|()| (0..queues).map(|_| Self::attach_one(name, several)).collect())
+        };
         loop {
-            match (0..queues).map(|_| Self::attach_one(name, several)).collect() {
+            match attach() {
                 Err(TapError::Attach(_, Errno::BUSY)) if begun.elapsed() < ATTACH_TIME => {
                     std::thread::sleep(ATTACH_PAUSE);
                 }

@@ -41,6 +41,14 @@ pub enum PositionsError {
         /// The file.
         path: PathBuf,
     },
+    /// Something else has its name.
+    #[error(
+        "{} is there, and keeps no positions of virtqueues: move it away, or give the nic another socket", path.display()
+    )]
+    Other {
+        /// The file.
+        path: PathBuf,
+    },
     /// It cannot be made.
     #[error("make {}: {source}: see to it that this user may, and that there is room", path.display())]
     Make {
@@ -85,6 +93,11 @@ impl PositionsFile {
             Err(Errno::PERM | Errno::LOOP) => return Err(PositionsError::Foreign { path }),
             Err(source) => return Err(PositionsError::Make { path, source }),
         };
+        match Positions::is_one(file.as_fd()) {
+            Ok(true) => {}
+            Ok(false) => return Err(PositionsError::Other { path }),
+            Err(source) => return Err(PositionsError::Make { path, source }),
+        }
         let is_new = file.metadata().is_ok_and(|metadata| metadata.len() == 0);
         match Positions::map(file.as_fd(), queues) {
             Ok(positions) => Ok(Self { path, positions }),
@@ -171,6 +184,30 @@ mod tests {
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "kept");
         assert_eq!(std::fs::read_to_string(&target).unwrap(), "kept");
     }
+
+    #[test]
+    fn what_has_the_files_name_by_chance_is_left_as_it_is() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let socket = directory.path().join("net0");
+        let path = directory.path().join("net0.positions");
+        let length = {
+            let _opened = PositionsFile::open(&socket, 2, None).unwrap();
+            std::fs::metadata(&path).unwrap().len() as usize
+        };
+        for content in [vec![7; 1 << 20], vec![7; length], b"kept".to_vec()] {
+            std::fs::write(&path, &content).unwrap();
+            let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+            std::fs::set_permissions(&path, private).unwrap();
+            let refused = PositionsFile::open(&socket, 2, None).err();
+            assert_eq!(refused, Some(PositionsError::Other { path: path.clone() }));
+            assert!(std::fs::read(&path).unwrap() == content);
+        }
+        // One of another number of queues is taken over.
+        std::fs::remove_file(&path).unwrap();
+        std::mem::forget(PositionsFile::open(&socket, 16, None).unwrap());
+        PositionsFile::open(&socket, 2, None).unwrap();
+    }
+
     #[test]
     fn file_outside_memory_is_refused_with_a_remedy_of_its_own() {
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();

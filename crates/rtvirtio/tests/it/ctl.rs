@@ -263,6 +263,9 @@ fn device_add_hands_image_and_socket_over() {
     let mut text = String::new();
     std::fs::File::from(asked.fds.pop().unwrap()).read_to_string(&mut text).unwrap();
     assert_eq!(text, "the image");
+    // Whoever may ask the data plane may connect, as to the sockets that are the data plane's own.
+    let made = std::fs::metadata(listen).unwrap();
+    assert_eq!(std::os::unix::fs::MetadataExt::mode(&made) & 0o777, 0o660);
     // It listens: a front end can connect before anybody accepts.
     UnixStream::connect(listen).unwrap();
     socket.accept().unwrap();

@@ -37,7 +37,8 @@ const HAND_OVER: &str = "if [ -n \"$KEPT\" ]; then exec 3<&0 </dev/null; export 
     LISTEN_PID=$$ LISTEN_FDNAMES=\"$KEPT\"; fi; exec \"$@\"";
 const ENTER: &str = "mount -t sysfs sys /sys && ip link set lo up && \
     ip tuntap add dev tap0 mode tap vnet_hdr && ip address add 10.77.0.1/24 dev tap0 && \
-    ip link set tap0 up && ip tuntap add dev tap8 mode tap vnet_hdr multi_queue && exec \"$@\"";
+    ip link set tap0 up && ip tuntap add dev tap8 mode tap vnet_hdr multi_queue && \
+    ip link set tap8 up && exec \"$@\"";
 
 /// Keeps a descriptor for the daemon, as systemd does for a service (`FileDescriptorStoreMax=`).
 pub(crate) struct Store {
@@ -360,6 +361,11 @@ fn talk(packed: bool) {
         let output = daemon.ctl(&[&wide[..], &["--listen", &listen]].concat());
         assert!(output.status.success(), "{}", crate::scratch_disk::said(&output));
         assert_eq!(daemon.nic(1)["queues"].as_array().unwrap().len(), 16);
+        // The kernel would give some of its frames to whoever joins it.
+        let listen = directory.path().join("other").display().to_string();
+        let other = ["nic", "add", "other", "--vm", "other", "--tap", "tap8", "--listen", &listen];
+        let said = crate::scratch_disk::said(&daemon.ctl(&other));
+        assert!(said.contains("attach to tap8: is it in use"), "{said}");
         assert!(daemon.ctl(&["nic", "remove", "wide"]).status.success());
         assert!(!directory.path().join("wide").exists());
         let twice = daemon.ctl(&add);

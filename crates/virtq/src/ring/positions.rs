@@ -68,6 +68,28 @@ impl Positions {
         Ok(Arc::new(Self { mapping: Mapping::new(file, 0, length)?, queues }))
     }
 
+    /// Whether a file is empty, or may have been made by [`Self::map`].
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn is_one(file: BorrowedFd<'_>) -> rustix::io::Result<bool> {
+        let length = rustix::fs::fstat(file)?.st_size.cast_unsigned();
+        let queues = length / STRIDE as u64;
+        if length != queues * STRIDE as u64 || queues > u16::MAX.into() {
+            return Ok(false);
+        }
+        for queue in 0..queues {
+            let mut size = [0; 8];
+            let at = queue * STRIDE as u64 + SIZE as u64;
+            let read = rustix::io::pread(file, &mut size, at)?;
+            let size = u64::from_ne_bytes(size);
+            if read < 8 || size != 0 && size >> 16 != VERSION {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
     fn part(&self, index: u16) -> Option<Part> {
         let base = self.mapping.base().wrapping_add(usize::from(index) * STRIDE);
         (index < self.queues).then(|| Part::new(base, STRIDE))

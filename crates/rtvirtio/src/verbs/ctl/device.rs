@@ -5,18 +5,19 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _, OpenOptionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use rtvirtio_dataplane::sandbox::give_socket;
 use rtvirtio_host::dataplane::ControlClient;
 use rtvirtio_spec::control::{AddDevice, Handed, Resize};
 use rtvirtio_spec::mapping::{Entry, read};
 use rtvirtio_spec::serve::wire;
 use rtvirtio_units::{DiskName, IoThreadName, Name, NameError, VmName};
-use rtvirtio_vhost::server::is_answered;
-use rustix::io::Errno;
+use rtvirtio_vhost::server::{Bound, bind};
+use rustix::net::SocketType;
 
 use super::qos::QosArgs;
 
@@ -163,7 +164,7 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
         },
         fds: image.iter().map(|_| Handed::Image).chain([Handed::Socket]).collect(),
     };
-    let socket = Socket::make(&listen)?;
+    let socket = Socket::make(&listen, client)?;
     let mut fds: Vec<BorrowedFd<'_>> = image.iter().map(AsFd::as_fd).collect();
     fds.push(socket.listener.as_fd());
     client.change("POST", "/v1/devices", &body, &fds)?;
@@ -229,34 +230,34 @@ pub(super) fn mapping(
 }
 
 /// A listening socket, removed when dropped unless it is kept.
+/// Of a socket that is made here.
+const MODE: u32 = 0o660;
+/// Front ends that wait to be accepted, one at a time.
+const BACKLOG: i32 = 16;
+
 pub(super) struct Socket {
     pub(super) listener: UnixListener,
-    path: Option<PathBuf>,
+    bound: Bound,
 }
 
 impl Socket {
-    /// Makes it, in the place of one that nobody serves any more.
-    pub(super) fn make(path: &Path) -> Result<Self> {
+    /// Makes it, in the place of one that nobody serves any more. Whoever may ask the data plane may connect to it, as to those that
+    /// the data plane makes itself.
+    pub(super) fn make(path: &Path, client: &ControlClient) -> Result<Self> {
         let context = || format!("make the socket {}", path.display());
-        if fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket()) {
-            match is_answered(path) {
-                Err(Errno::CONNREFUSED) => fs::remove_file(path).with_context(context)?,
-                _ => bail!("{} is served by another process", path.display()),
-            }
+        let (listener, bound) = bind(path, MODE, SocketType::STREAM).with_context(context)?;
+        rustix::net::listen(&listener, BACKLOG).with_context(context)?;
+        let socket = Self { listener: listener.into(), bound };
+        if rustix::process::geteuid().is_root()
+            && let Ok(of) = fs::metadata(client.socket())
+        {
+            give_socket(path, Some(of.uid()), Some(of.gid())).with_context(context)?;
         }
-        let listener = UnixListener::bind(path).with_context(context)?;
-        Ok(Self { listener, path: Some(path.to_owned()) })
+        Ok(socket)
     }
 
-    pub(super) fn keep(mut self) {
-        self.path = None;
-    }
-}
-
-impl Drop for Socket {
-    fn drop(&mut self) {
-        if let Some(path) = &self.path {
-            let _ = fs::remove_file(path);
-        }
+    /// The data plane has it.
+    pub(super) fn keep(self) {
+        std::mem::forget(self.bound);
     }
 }

@@ -243,7 +243,7 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
         },
         fds: [Handed::Socket].into_iter().chain(taps.iter().map(|_| Handed::Tap)).collect(),
     };
-    let socket = Socket::make(&listen)?;
+    let socket = Socket::make(&listen, client)?;
     let mut fds: Vec<BorrowedFd<'_>> = vec![socket.listener.as_fd()];
     fds.extend(taps.iter().map(Tap::as_fd));
     client.change("POST", "/v1/nics", &body, &fds)?;
