@@ -117,25 +117,7 @@ impl Tap {
     /// # Errors
     /// [`TapError`]
     pub fn attach(name: &str, queues: u16) -> Result<Vec<Self>, TapError> {
-        let multi_queue = if queues > 1 { " multi_queue" } else { "" };
-        let missing = || TapError::Missing(name.to_owned(), multi_queue);
-        if name.is_empty() || name.len() > MAX_NAME || name.contains(['/', '\0']) {
-            return Err(missing());
-        }
-        if attribute(name, "ifindex").is_none() {
-            return Err(missing());
-        }
-        // 0x1002, as `%x` of the kernel's own.
-        let flags = attribute(name, "tun_flags")
-            .and_then(|text| i32::from_str_radix(text.trim_start_matches("0x"), 16).ok());
-        let flags = flags.ok_or_else(|| TapError::NotATap(name.to_owned()))?;
-        if flags & i32::from(IFF_TAP) == 0 {
-            return Err(TapError::NotATap(name.to_owned()));
-        }
-        let multi = flags & i32::from(IFF_MULTI_QUEUE) != 0;
-        if queues > 1 && !multi {
-            return Err(TapError::Queues { name: name.to_owned(), multi, queues });
-        }
+        let multi = Self::examine(name, queues)?;
         let several = if multi { IFF_MULTI_QUEUE } else { 0 };
         let begun = Instant::now();
         // The kernel lets anybody join a TAP with several queues, and then shares its frames out: whether it has one
@@ -155,6 +137,34 @@ impl Tap {
                 attached => return attached,
             }
         }
+    }
+
+    /// Whether there is a TAP of this name that may have so many pairs of queues, and if so, whether it may have several. It is not
+    /// attached to: who has it by now may be the data plane.
+    ///
+    /// # Errors
+    /// [`TapError`]
+    pub fn examine(name: &str, queues: u16) -> Result<bool, TapError> {
+        let multi_queue = if queues > 1 { " multi_queue" } else { "" };
+        let missing = || TapError::Missing(name.to_owned(), multi_queue);
+        if name.is_empty() || name.len() > MAX_NAME || name.contains(['/', '\0']) {
+            return Err(missing());
+        }
+        if attribute(name, "ifindex").is_none() {
+            return Err(missing());
+        }
+        // 0x1002, as `%x` of the kernel's own.
+        let flags = attribute(name, "tun_flags")
+            .and_then(|text| i32::from_str_radix(text.trim_start_matches("0x"), 16).ok());
+        let flags = flags.ok_or_else(|| TapError::NotATap(name.to_owned()))?;
+        if flags & i32::from(IFF_TAP) == 0 {
+            return Err(TapError::NotATap(name.to_owned()));
+        }
+        let multi = flags & i32::from(IFF_MULTI_QUEUE) != 0;
+        if queues > 1 && !multi {
+            return Err(TapError::Queues { name: name.to_owned(), multi, queues });
+        }
+        Ok(multi)
     }
 
     /// Goes on with a queue that a process before this one has attached to, of the TAP of this name.

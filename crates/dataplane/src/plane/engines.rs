@@ -110,8 +110,17 @@ pub(super) fn open(
 /// # Errors
 /// What is wrong with it.
 pub fn check_image(spec: &serve::Device) -> Result<(), PlaneError> {
-    if matches!(spec.engine, serve::Engine::File(_)) {
-        open(&serve::Device { read_only: true, ..spec.clone() }, None)?;
+    match &spec.engine {
+        serve::Engine::File(_) => {
+            open(&serve::Device { read_only: true, ..spec.clone() }, None)?;
+        }
+        serve::Engine::Ssd(config) => {
+            let model = config.model.parse::<SsdConfig>();
+            model.map_err(|error| {
+                refused(format!("cannot start the emulated SSD of {}", spec.name), error)
+            })?;
+        }
+        serve::Engine::Nvme(_) | serve::Engine::Ram { .. } => {}
     }
     Ok(())
 }

@@ -1,8 +1,10 @@
 //! What a configuration names that this host does not have.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::FileTypeExt as _;
 use std::path::Path;
 
+use rtvirtio_dataplane::Tap;
 use rtvirtio_dataplane::plane::check_image;
 use rtvirtio_spec::plan::qemu::cpuset;
 use rtvirtio_spec::serve::{Configuration, Device, Engine, Listen, NicLink};
@@ -24,13 +26,20 @@ fn user() -> String {
 /// which count are those of this process.
 pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -> Vec<String> {
     let mut missing = Vec::new();
+    let absent = |cpus: &[CpuId]| -> Vec<String> {
+        cpus.iter().filter(|cpu| !online.contains(cpu)).map(ToString::to_string).collect()
+    };
+    let of_policy = absent(&configuration.iocores.cpus);
+    if !of_policy.is_empty() {
+        let here: Vec<CpuId> = online.iter().copied().collect();
+        missing.push(format!(
+            "iocores: CPU {} is not online here (CPU {} is): no IOThread can be added there",
+            of_policy.join(", "),
+            cpuset(&here),
+        ));
+    }
     for iothread in &configuration.iothreads {
-        let absent: Vec<String> = iothread
-            .cpus
-            .iter()
-            .filter(|cpu| !online.contains(cpu))
-            .map(ToString::to_string)
-            .collect();
+        let absent = absent(&iothread.cpus);
         if !absent.is_empty() {
             let here: Vec<CpuId> = online.iter().copied().collect();
             let rest = if absent.len() == iothread.cpus.len() {
@@ -53,8 +62,14 @@ pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -
     let sockets = configuration.control.iter().map(|control| &control.socket).chain(listens);
     let slots = configuration.devices.iter().filter_map(|device| device.slots.as_ref());
     let sockets = sockets.chain(slots).chain(configuration.nics.iter().flat_map(|n| n.sockets()));
-    let directories: BTreeSet<&Path> = sockets.filter_map(|socket| socket.parent()).collect();
+    let sockets: BTreeSet<&Path> = sockets.map(AsRef::as_ref).collect();
+    let directories: BTreeSet<&Path> =
+        sockets.iter().filter_map(|socket| socket.parent()).collect();
     missing.extend(directories.into_iter().filter_map(unusable_directory));
+    missing.extend(sockets.into_iter().filter_map(unusable_socket));
+    if let Err(error) = super::identity(&configuration.service) {
+        missing.push(format!("service: {error}"));
+    }
     missing.extend(configuration.devices.iter().filter_map(unusable_image));
     for nic in &configuration.nics {
         let tap = match &nic.link {
@@ -78,16 +93,18 @@ pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -
             // The peer of a datagram socket may come later.
             NicLink::Dgram { .. } | NicLink::Network(_) => continue,
         };
-        if !Path::new("/sys/class/net").join(tap).exists() {
-            missing.push(format!(
-                "network device {}: there is no TAP {1}: ip tuntap add dev {1} mode tap vnet_hdr{2}",
-                nic.name,
-                tap,
-                if nic.pairs > 1 { " multi_queue" } else { "" }
-            ));
+        if let Err(error) = Tap::examine(tap, nic.pairs) {
+            missing.push(format!("network device {}: {error}", nic.name));
         }
     }
     missing
+}
+
+/// Why no socket can be made at this path, if something is there. A socket may be the data plane's that serves by now.
+fn unusable_socket(path: &Path) -> Option<String> {
+    let found = std::fs::symlink_metadata(path).ok()?;
+    (!found.file_type().is_socket())
+        .then(|| format!("{} is there already, and is no socket: move it away", path.display()))
 }
 
 /// Why no socket can be made there, if so.
@@ -120,7 +137,7 @@ fn unusable_image(device: &Device) -> Option<String> {
     let (path, what) = match &device.engine {
         Engine::File(file) => (&file.path, "image"),
         Engine::Nvme(nvme) => (&nvme.path, "device"),
-        Engine::Ram { .. } | Engine::Ssd(_) => return None,
+        Engine::Ram { .. } | Engine::Ssd(_) => return unusable_engine(device),
     };
     let (name, shown) = (&device.name, path.display());
     let (access, verbs) = if device.read_only {
@@ -148,6 +165,19 @@ fn unusable_image(device: &Device) -> Option<String> {
         }
         Err(error) => return Some(format!("device {name}: its {what} {shown}: {error}")),
     }
+    let is_character =
+        |path: &Path| std::fs::metadata(path).is_ok_and(|found| found.file_type().is_char_device());
+    if what == "device" && !is_character(path) {
+        return Some(format!(
+            "device {name}: {shown} is no NVMe namespace's character device, as /dev/ng0n1 is one"
+        ));
+    }
+    unusable_engine(device)
+}
+
+/// The same of its kind, its size and what is in it.
+fn unusable_engine(device: &Device) -> Option<String> {
+    let name = &device.name;
     let error = check_image(device).err()?;
     let causes = std::iter::successors(std::error::Error::source(&error), |e| e.source());
     let causes: String = causes.map(|cause| format!(": {cause}")).collect();
@@ -202,6 +232,63 @@ mod tests {
             "{tap}"
         );
     }
+
+    #[test]
+    fn what_would_end_the_start_is_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        for name in ["control", "nvme", "net.sock"] {
+            std::fs::write(path.join(name), "kept").unwrap();
+        }
+        let text = format!(
+            "version = 1
+            [control]
+            socket = '{0}/control'
+            [service]
+            user = 'no-such-user'
+            [iocores]
+            policy = 'dynamic'
+            cpus = [0, 7]
+            [[iothread]]
+            name = 'iot0'
+            [[device]]
+            name = 'nvme'
+            vm = 'a'
+            socket = '{0}/a'
+            engine = {{ type = 'nvme', path = '{0}/nvme' }}
+            [[device]]
+            name = 'ssd'
+            vm = 'a'
+            socket = '{0}/b'
+            engine = {{ type = 'ssd', size = '1M', ssd = 'none-such' }}
+            [[nic]]
+            name = 'net'
+            vm = 'a'
+            socket = '{0}/net.sock'
+            tap = 'lo'",
+            path.display()
+        );
+        let configuration = serve::parse("serve.toml", &text).unwrap();
+        let found = lacking(&configuration);
+        let is_root = rustix::process::geteuid().is_root();
+        for (words, expected) in [
+            ("iocores: CPU 7 is not online here (CPU 0 is)", true),
+            ("control is there already, and is no socket", true),
+            ("net.sock is there already, and is no socket", true),
+            ("service: there is no user \"no-such-user\"", is_root),
+            ("nvme is no NVMe namespace's character device", true),
+            ("no reference device \"none-such\"", true),
+            ("network device net: lo is no TAP", true),
+        ] {
+            assert_eq!(
+                found.iter().any(|one| one.contains(words)),
+                expected,
+                "{words}: {found:#?}"
+            );
+        }
+        assert_eq!(found.len(), if is_root { 7 } else { 6 }, "{found:#?}");
+    }
+
     /// A configuration of one disk whose image and sockets are there.
     fn of_image(directory: &Path, read_only: bool) -> Configuration {
         let text = format!(
