@@ -101,6 +101,14 @@ impl Registry {
         self.begin_policy(configuration.iocores.clone())
     }
 
+    /// Promises to disks that cannot be kept beside the others': a configuration's are not refused, since a plan may promise more than
+    /// the rule for changes lets through.
+    pub fn doubtful_promises(&self) -> Vec<PlaneError> {
+        let state = self.state();
+        let doubtful = state.promises().filter_map(|(name, qos)| state.admit(name, qos).err());
+        doubtful.collect()
+    }
+
     /// Lets policies borrow vCPUs' CPUs, by this guard, where `borrow` says so.
     pub fn borrow_by(&self, guard: Guard) {
         self.monitor.borrow_by(guard);

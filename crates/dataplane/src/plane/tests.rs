@@ -252,6 +252,12 @@ fn disk_joins_changes_and_leaves_a_schedule_that_stays_as_long_as_it_is_used() {
     kick(&mut session);
     let promised = qos(json!({ "schedule": "a", "deadline_us": 500, "iops": 100 }));
     registry.set_qos(&disk(), Some(promised.clone()), Admission::Forced).unwrap();
+    // What a configuration promises is told of if it cannot be kept.
+    assert!(registry.doubtful_promises().is_empty());
+    let many = qos(json!({ "schedule": "a", "deadline_us": 500, "iops": 100_000_000 }));
+    registry.set_qos(&disk(), Some(many), Admission::Forced).unwrap();
+    let told = registry.doubtful_promises();
+    assert!(matches!(&told[..], [PlaneError::NotAdmitted { device, .. }] if *device == disk()));
     let limited = qos(json!({ "schedule": "a", "max_iops": 10 }));
     registry.set_qos(&disk(), Some(limited.clone()), Admission::Forced).unwrap();
     assert_eq!(state().0[1], Some((&limited).into()));

@@ -189,6 +189,9 @@ fn start(configuration: &Configuration, interrupted: &Interrupted) -> Result<Out
     })?;
     SERVING.store(true, Ordering::Relaxed);
     registry.add_all(configuration, opened)?;
+    for doubtful in registry.doubtful_promises() {
+        warn!("{doubtful}: it is served all the same, and may be late");
+    }
     let plane = || Arc::clone(&registry) as Arc<dyn Plane>;
     let control = control.map(|socket| ControlServer::serve(socket, plane())).transpose()?;
     let (disks, nics) = (configuration.devices.len(), configuration.nics.len());
