@@ -28,7 +28,7 @@ pub struct Configuration {
     /// What decides how many IOThreads there are; without it, nobody but the operator.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub iocores: Option<IoCores>,
-    /// IOThreads, 0 to 64; one that runs anywhere if there is none.
+    /// IOThreads, 0 to 64; at least one where there are devices.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub iothread: Vec<IoThread>,
     /// Schedules of physical devices, 0 to 64.

@@ -17,7 +17,10 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// The most that is read of a request.
 const REQUEST: usize = 4096;
 
-/// Answers every request with the last look, one client after the other.
+/// Clients that are answered at a time.
+const WORKERS: usize = 8;
+
+/// Answers every request with the last look.
 pub(super) struct Server {
     text: Arc<Mutex<String>>,
 }
@@ -27,14 +30,16 @@ impl Server {
         let listener =
             TcpListener::bind(address).with_context(|| format!("listen on {address}"))?;
         let text = Arc::new(Mutex::new(String::new()));
-        let served = Arc::clone(&text);
-        // It ends with the process.
-        std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
-            for stream in listener.incoming().flatten() {
-                let body = served.lock().map(|t| t.clone()).unwrap_or_default();
-                let _ = answer(stream, &body);
-            }
-        })?;
+        // A client that says nothing keeps one of them. They end with the process.
+        for _ in 0..WORKERS {
+            let (listener, served) = (listener.try_clone()?, Arc::clone(&text));
+            std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
+                for stream in listener.incoming().flatten() {
+                    let body = served.lock().map(|t| t.clone()).unwrap_or_default();
+                    let _ = answer(stream, &body);
+                }
+            })?;
+        }
         Ok(Self { text })
     }
 
@@ -158,6 +163,20 @@ mod tests {
 
     use super::super::display;
     use super::*;
+
+    #[test]
+    fn client_is_answered_while_others_say_nothing() {
+        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        let _server = Server::start(free).unwrap();
+        let _silent: Vec<_> = (1..WORKERS).map(|_| TcpStream::connect(free).unwrap()).collect();
+        let begun = Instant::now();
+        let mut client = TcpStream::connect(free).unwrap();
+        client.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+        let mut text = String::new();
+        client.read_to_string(&mut text).unwrap();
+        assert!(text.starts_with("HTTP/1.1 200 OK"), "{text}");
+        assert!(begun.elapsed() < PATIENCE, "it waited for one that says nothing");
+    }
 
     #[test]
     fn disk_is_labelled_by_where_its_latency_was_taken() {
