@@ -209,8 +209,14 @@ impl Engine for SsdEngine {
         if let Some(capacity) = capacity {
             self.check_size(capacity).map_err(std::io::Error::other)?;
             self.store.resize(capacity)?;
+        } else {
+            self.store.admit_all();
         }
         Ok(self.store.capacity())
+    }
+
+    fn refuse_beyond(&self, capacity: Bytes) {
+        self.store.refuse_beyond(capacity);
     }
 }
 

@@ -26,7 +26,8 @@ pub(crate) struct Store {
     base: NonNull<u8>,
     reserved: usize,
     capacity: AtomicU64,
-    resizing: Mutex<()>,
+    /// Where the disk ends by the last change of its size, behind which all bytes are zero.
+    resizing: Mutex<u64>,
 }
 
 // SAFETY: the mapping belongs to the store alone and lives as long as it; its bytes are reached
@@ -48,7 +49,7 @@ impl Store {
             base,
             reserved: reserved as usize,
             capacity: AtomicU64::new(capacity.get()),
-            resizing: Mutex::new(()),
+            resizing: Mutex::new(capacity.get()),
         };
         // Both only help: fewer TLB misses, and no disk content in a core dump.
         let _ = store.advise(0, reserved, Advice::LinuxHugepage);
@@ -71,12 +72,24 @@ impl Store {
         if new > self.reserved as u64 {
             return Err(Errno::FBIG);
         }
-        let _one_at_a_time = self.resizing.lock().unwrap_or_else(PoisonError::into_inner);
-        let old = self.capacity.swap(new, Ordering::Relaxed);
+        let mut end = self.resizing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.capacity.store(new, Ordering::Relaxed);
+        let old = std::mem::replace(&mut *end, new);
         if new < old {
             self.zero(new, old - new, true)?;
         }
         Ok(())
+    }
+
+    /// It ends there at the latest, until its size is changed.
+    pub(crate) fn refuse_beyond(&self, capacity: Bytes) {
+        self.capacity.fetch_min(capacity.get(), Ordering::Relaxed);
+    }
+
+    /// It ends again where the last change of its size has left it.
+    pub(crate) fn admit_all(&self) {
+        let end = self.resizing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.capacity.store(*end, Ordering::Relaxed);
     }
 
     /// Takes the memory now, so that no request waits for a page.
@@ -218,6 +231,25 @@ fn round_up(bytes: u64) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_written_behind_the_new_end_while_it_is_set_is_gone() {
+        let store = Store::new(Bytes::new(8192)).unwrap();
+        store.refuse_beyond(Bytes::new(4096));
+        assert_eq!(store.capacity(), Bytes::new(4096));
+        // A request that had been admitted before.
+        let mut bytes = [7_u8; 512];
+        let segment = [Segment::new(bytes.as_mut_ptr(), 512)];
+        store.write(4096, &segment).unwrap();
+        store.resize(Bytes::new(4096)).unwrap();
+        store.resize(Bytes::new(8192)).unwrap();
+        store.read(4096, &segment).unwrap();
+        assert_eq!(bytes, [0; 512]);
+        // A change that was refused leaves the end where it was.
+        store.refuse_beyond(Bytes::new(512));
+        store.admit_all();
+        assert_eq!(store.capacity(), Bytes::new(8192));
+    }
 
     #[test]
     fn stored_ranges_of_any_length_and_alignment_are_exact_and_no_longer() {
