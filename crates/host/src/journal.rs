@@ -2,13 +2,14 @@
 //!
 //! One file, `journal.json` in the state directory (`/run/rtvirtio-host`, since the
 //! knobs themselves do not outlive a boot either), mode 0600 in a directory
-//! of mode 0700. It is staged, synced and renamed, so a reader sees the old
+//! that is made with mode 0700. It is staged, synced and renamed, so a reader sees the old
 //! one or the new one.
 //!
 //! What restores by it writes as root wherever it says. So the directory is used only if it is this user's, nobody
-//! else's to write to, and no link; and names in it are checked again when it is read: a parameter is a file of a
-//! queue, a cgroup lies below its mount. The data plane's sockets are elsewhere (`/run/rtvirtio`), in a directory
-//! that belongs to another user.
+//! else's to write to, and no link; one that was there already is refused or left as it is, never made private, for
+//! somebody may have put a journal there before. So is the journal itself, which has to be a file; and names in it
+//! are checked again when it is read: a parameter is a file of a queue, a cgroup lies below its mount. The data
+//! plane's sockets are elsewhere (`/run/rtvirtio`), in a directory that belongs to another user.
 //!
 //! Terms: a *record* holds old values. `original` holds those from before
 //! rtvirtio's first change; `pending` those from before the apply that is
@@ -17,10 +18,12 @@
 //!
 //! Properties: `merge_keeps_the_oldest_value`,
 //! `merge_keeps_the_oldest_value_of_a_vm_that_still_runs`,
-//! `merge_keeps_the_oldest_value_of_a_device_that_grew`, `journal_of_another_boot_is_void`,
-//! `journal_is_private`.
+//! `merge_keeps_the_oldest_value_of_a_device_that_grew`,
+//! `journal_of_another_boot_is_void`,
+//! `journal_is_private`, `state_directory_that_was_there_keeps_its_mode`,
+//! `journal_that_others_may_have_written_is_refused`.
 
-use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Read as _, Seek as _, Write as _};
 use std::os::unix::fs::{
     DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
@@ -139,21 +142,25 @@ impl StateDirectory {
 
     fn create(&self) -> Result<(), HostError> {
         let create = || {
-            DirBuilder::new().recursive(true).mode(0o700).create(&self.0)?;
-            self.own()?.set_permissions(Permissions::from_mode(0o700))
+            if let Some(parent) = self.0.parent() {
+                DirBuilder::new().recursive(true).mode(0o700).create(parent)?;
+            }
+            match DirBuilder::new().mode(0o700).create(&self.0) {
+                // A umask may have taken the owner's own rights.
+                Ok(()) => self.own()?.set_permissions(Permissions::from_mode(0o700)),
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+                Err(e) => Err(e),
+            }
         };
-        create().map_err(state("create", &self.0))
+        create().map_err(state("create", &self.0))?;
+        self.trust().map_err(state("trust", &self.0))
     }
 
     /// The directory, which is this user's own and no link.
     fn own(&self) -> io::Result<File> {
         let flags = (OFlags::DIRECTORY | OFlags::NOFOLLOW).bits() as i32;
         let directory = OpenOptions::new().read(true).custom_flags(flags).open(&self.0)?;
-        let (found, own) = (directory.metadata()?, rustix::process::geteuid().as_raw());
-        if found.uid() != own {
-            let why = format!("it belongs to user {}, not to {own}", found.uid());
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
-        }
+        is_own(&directory.metadata()?)?;
         Ok(directory)
     }
 
@@ -162,11 +169,23 @@ impl StateDirectory {
         if self.0.symlink_metadata().is_err() {
             return Ok(());
         }
-        if self.own()?.metadata()?.mode() & 0o022 != 0 {
-            let why = "others may write to it (chmod 700)";
-            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        is_closed(&self.own()?.metadata()?, "700")
+    }
+
+    /// The text of a file that nobody else can have written.
+    fn read_own(file: &Path) -> io::Result<Vec<u8>> {
+        // What is no file might be waited for.
+        let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY).bits() as i32;
+        let mut opened = OpenOptions::new().read(true).custom_flags(flags).open(file)?;
+        let found = opened.metadata()?;
+        if !found.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
         }
-        Ok(())
+        is_own(&found)?;
+        is_closed(&found, "600")?;
+        let mut text = Vec::new();
+        opened.read_to_end(&mut text)?;
+        Ok(text)
     }
 
     /// Takes the host's lock at once or fails with its holder's pid.
@@ -221,7 +240,7 @@ impl StateDirectory {
     pub(crate) fn load(&self) -> Result<Option<Journal>, HostError> {
         let file = self.journal();
         self.trust().map_err(state("trust", &self.0))?;
-        let text = match fs::read(&file) {
+        let text = match Self::read_own(&file) {
             Ok(text) => text,
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(state("read", &file)(e)),
@@ -269,6 +288,25 @@ impl StateDirectory {
         };
         remove().map_err(state("remove", &self.journal()))
     }
+}
+
+/// Sees that what was found is this user's.
+fn is_own(found: &Metadata) -> io::Result<()> {
+    let own = rustix::process::geteuid().as_raw();
+    if found.uid() == own {
+        return Ok(());
+    }
+    let why = format!("it belongs to user {}, not to {own}", found.uid());
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
+}
+
+/// Sees that no other user may write to what was found; `mode` is the remedy.
+fn is_closed(found: &Metadata, mode: &str) -> io::Result<()> {
+    if found.mode() & 0o022 == 0 {
+        return Ok(());
+    }
+    // Not a denial, whose remedy would be to be root.
+    Err(io::Error::other(format!("others may write to it (chmod {mode})")))
 }
 
 pub(crate) fn state(action: &'static str, file: &Path) -> impl FnOnce(io::Error) -> HostError {
@@ -382,6 +420,79 @@ mod tests {
         assert_eq!(directory.load().unwrap().unwrap().boot_id, "b");
     }
 
+    /// Writes a journal as rtvirtio would, whatever the umask.
+    fn put(directory: &StateDirectory, text: &str) {
+        fs::write(directory.journal(), text).unwrap();
+        fs::set_permissions(directory.journal(), Permissions::from_mode(0o600)).unwrap();
+    }
+
+    /// Why the state is refused.
+    fn why<T: std::fmt::Debug>(result: Result<T, HostError>) -> String {
+        match result {
+            Err(HostError::State { source, .. }) => source.to_string(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn state_directory_that_was_there_keeps_its_mode() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().join("state"));
+        fs::create_dir(&directory.0).unwrap();
+        let mode = || fs::metadata(&directory.0).unwrap().permissions().mode() & 0o7777;
+        let set = |mode| fs::set_permissions(&directory.0, Permissions::from_mode(mode)).unwrap();
+        set(0o755);
+        drop(directory.lock().unwrap());
+        directory.stage(&Journal::new("b".to_owned())).unwrap();
+        directory.commit().unwrap();
+        assert_eq!(directory.load().unwrap().unwrap().boot_id, "b");
+        assert_eq!(mode(), 0o755, "others may read it");
+        // As /tmp is. The journal in it is not made trustworthy by closing the directory now.
+        for open in [0o1777, 0o775] {
+            set(open);
+            for refused in [
+                why(directory.lock()),
+                why(directory.stage(&Journal::new("b".to_owned()))),
+                why(directory.load()),
+            ] {
+                assert!(refused.contains("others may write to it"), "{refused}");
+            }
+            assert_eq!(mode(), open);
+        }
+    }
+
+    #[test]
+    fn journal_that_others_may_have_written_is_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().join("state"));
+        directory.stage(&Journal::new("b".to_owned())).unwrap();
+        directory.commit().unwrap();
+        let journal = directory.journal();
+        for mode in [0o622, 0o660, 0o602] {
+            fs::set_permissions(&journal, Permissions::from_mode(mode)).unwrap();
+            let refused = why(directory.load());
+            assert!(refused.contains("others may write to it"), "{mode:o}: {refused}");
+        }
+        fs::set_permissions(&journal, Permissions::from_mode(0o644)).unwrap();
+        directory.load().unwrap().unwrap();
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(&journal, Some(65534), None).unwrap();
+            let refused = why(directory.load());
+            assert!(refused.contains("belongs to user 65534"), "{refused}");
+            std::os::unix::fs::chown(&journal, Some(0), None).unwrap();
+        }
+        // A link to what would be a journal.
+        let elsewhere = root.path().join("elsewhere");
+        fs::rename(&journal, &elsewhere).unwrap();
+        std::os::unix::fs::symlink(&elsewhere, &journal).unwrap();
+        assert!(matches!(directory.load(), Err(HostError::State { .. })));
+        // Nobody writes to it: it is not waited for.
+        fs::remove_file(&journal).unwrap();
+        let fifo = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, &journal, fifo, 0o600.into(), 0).unwrap();
+        assert!(why(directory.load()).contains("no regular file"));
+    }
+
     #[test]
     fn journal_that_names_what_is_no_knob_is_refused() {
         let root = tempfile::tempdir().unwrap();
@@ -401,7 +512,7 @@ mod tests {
             )
         };
         let load = |text: &str| {
-            fs::write(directory.journal(), text).unwrap();
+            put(&directory, text);
             directory.load()
         };
         for good in
@@ -471,10 +582,10 @@ mod tests {
     fn journal_damaged_is_an_error_with_a_hint() {
         let root = tempfile::tempdir().unwrap();
         let directory = StateDirectory(root.path().to_path_buf());
-        fs::write(directory.journal(), "{\"version\": 1, \"boo").unwrap();
+        put(&directory, "{\"version\": 1, \"boo");
         let error = directory.load().unwrap_err();
         assert!(matches!(error, HostError::JournalDamaged { .. }) && error.hint().is_some());
-        fs::write(directory.journal(), "{\"version\": 9}").unwrap();
+        put(&directory, "{\"version\": 9}");
         assert!(matches!(directory.load(), Err(HostError::JournalVersion { found: 9, .. })));
     }
 
