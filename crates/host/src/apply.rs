@@ -46,8 +46,9 @@ use crate::{Drift, Host, HostError, Step, Topology};
 
 /// How often the watchdog looks whether it was confirmed.
 const WATCH: Duration = Duration::from_millis(500);
-/// How long the watchdog waits for the lock: an apply takes well under a second.
-const LOCK_WAIT: Duration = Duration::from_secs(60);
+/// How long the watchdog waits for the lock, and a hook's apply: one that another process is at
+/// takes well under a second, and some more where guests do not answer.
+pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(60);
 
 /// How to apply.
 #[derive(Debug, Clone, Copy, Default)]
@@ -121,6 +122,19 @@ impl Host {
     ) -> Result<Applied, HostError> {
         let lock = self.state.lock()?;
         let recovered = self.recover(&lock)?;
+        let applied = self.apply_locked(&lock, topology, observed, changes, options)?;
+        Ok(Applied { recovered, ..applied })
+    }
+
+    /// The same, once what a dead process left is recovered from.
+    pub(crate) fn apply_locked(
+        &self,
+        _: &Lock,
+        topology: &Topology,
+        observed: &Knobs,
+        changes: &[Change],
+        options: ApplyOptions,
+    ) -> Result<Applied, HostError> {
         let journal = self.state.load()?;
         if let Some(pending) = journal.as_ref().and_then(|j| j.pending.as_ref()) {
             let remaining = pending.deadline().unwrap_or_default().saturating_sub(boot_time());
@@ -140,7 +154,7 @@ impl Host {
             return Err(HostError::Stale { differences });
         }
         if changes.is_empty() {
-            return Ok(Applied { written: 0, recovered, awaits_confirmation: false });
+            return Ok(Applied { written: 0, recovered: None, awaits_confirmation: false });
         }
 
         let mut journal = journal.unwrap_or_else(|| Journal::new(self.boot_id()));
@@ -176,7 +190,7 @@ impl Host {
             return Err(self.undo_failed(applying, cause));
         }
         let awaits_confirmation = options.confirm_timeout.is_some();
-        Ok(Applied { written: changes.len(), recovered, awaits_confirmation })
+        Ok(Applied { written: changes.len(), recovered: None, awaits_confirmation })
     }
 
     /// Puts back the state before rtvirtio's first change since boot. May be repeated.

@@ -5,7 +5,8 @@
 //! the other VMs from their settings.
 //!
 //! Properties: `plan_applied_again_leaves_out_what_does_not_run_or_answer`,
-//! `plan_is_applied_and_verified_without_vms_that_are_off`.
+//! `plan_is_applied_and_verified_without_vms_that_are_off`,
+//! `plans_applied_again_at_the_same_time_lose_nothing`.
 
 use std::collections::BTreeMap;
 
@@ -13,6 +14,7 @@ use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::settings::{Knob, diff};
 use rtvirtio_units::VmName;
 
+use crate::apply::LOCK_WAIT;
 use crate::guests::Connected;
 use crate::{Applied, ApplyOptions, Drift, GuestFault, Host, HostError, Topology};
 
@@ -78,8 +80,11 @@ impl Host {
         plan: &Plan,
         options: ApplyOptions,
     ) -> Result<(Applied, SkippedVms), HostError> {
+        // Held to the end: hooks of VMs that start together come at the same time, and each would
+        // find the other at work, or its own changes to start from what the other has changed.
+        let lock = self.state.lock_within("lock", LOCK_WAIT)?;
         // What a dead process left is not what the changes start from.
-        let recovered = self.recover(&self.state.lock()?)?;
+        let recovered = self.recover(&lock)?;
         let (mut topology, absent) = self.running(&Topology::of_plan(plan))?;
         let unreached = Connected::unreached(&*self.sysfs, &topology.guests)?;
         topology.guests.retain(|vm, _| !unreached.contains_key(vm));
@@ -91,8 +96,8 @@ impl Host {
         });
         let observed = self.observe(&topology)?;
         let changes = diff(&observed, &wanted);
-        let mut applied = self.apply(&topology, &observed, &changes, options)?;
-        applied.recovered = recovered.or(applied.recovered);
+        let applied = self.apply_locked(&lock, &topology, &observed, &changes, options)?;
+        let applied = Applied { recovered, ..applied };
         Ok((applied, SkippedVms { absent, started: Vec::new(), unreached }))
     }
 }

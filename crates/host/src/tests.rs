@@ -4,6 +4,7 @@ mod crash;
 mod groups;
 mod guests;
 mod machine;
+mod reapply;
 mod refusal;
 
 use std::collections::{BTreeMap, BTreeSet};
