@@ -7,10 +7,12 @@
 // The ioctl's buffer is read and written by the kernel.
 #![allow(unsafe_code)]
 
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::io;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
+use rustix::fs::OFlags;
 use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
 /// A piece of a file that lies in one piece on the device.
@@ -70,9 +72,16 @@ const NOWHERE: u32 = 0x2 | 0x4 | 0x8 | 0x200 | 0x400;
 /// allocated yet is not there: `FIEMAP_FLAG_SYNC` would write out somebody's file for a look at it.
 ///
 /// # Errors
-/// The file is not to be opened, its filesystem does not tell, or it is in more than 2^17 pieces.
+/// It is not to be opened or no regular file, its filesystem does not tell, or it is in more than
+/// 2^17 pieces.
 pub(crate) fn extents(path: &Path) -> io::Result<Vec<FileExtent>> {
-    let file = File::open(path)?;
+    // A QEMU's command line says which path: opening a FIFO would wait for whoever writes to it,
+    // and a terminal would become this process's own.
+    let flags = (OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC).bits() as i32;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
+    }
     let mut found = Vec::new();
     let mut start = 0_u64;
     loop {
@@ -111,6 +120,18 @@ mod tests {
     use std::io::Write as _;
 
     use super::*;
+
+    #[test]
+    fn extents_of_what_is_no_file_are_an_error_at_once() {
+        let directory = tempfile::tempdir().unwrap();
+        let pipe = directory.path().join("pipe");
+        let fifo = rustix::fs::FileType::Fifo;
+        rustix::fs::mknodat(rustix::fs::CWD, &pipe, fifo, 0o600.into(), 0).unwrap();
+        for path in [pipe.as_path(), directory.path(), Path::new("/dev/null")] {
+            let error = extents(path).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{}: {error}", path.display());
+        }
+    }
 
     #[test]
     fn extents_of_a_real_file_cover_what_was_written() {

@@ -12,11 +12,11 @@
 //!
 //! Properties: `image_file_leads_through_lvm_and_crypt_to_its_disk`,
 //! `array_is_a_leaf_with_its_disks`, `volume_on_several_disks_has_all_of_them`, `what_no_disk_of_the_host_serves_is_named`,
-//! `hostile_sysfs_does_no_harm`.
+//! `file_of_a_server_that_does_not_answer_is_not_looked_at`, `hostile_sysfs_does_no_harm`.
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use serde::Serialize;
 
@@ -192,6 +192,9 @@ impl Stack {
     pub(crate) fn find(sysfs: &dyn Sysfs, path: &Path) -> Result<Self, HostError> {
         let missing = |source| HostError::DeviceMissing { path: path.to_path_buf(), source };
         debug_assert!(path.is_absolute(), "a path of this host: {}", path.display());
+        if let Some(stack) = Self::beyond_reach(sysfs, path) {
+            return Ok(stack);
+        }
         let path = sysfs.canonical(path).map_err(missing)?;
         let mut stack = Self::default();
         match sysfs.device_number(&path).map_err(missing)? {
@@ -203,6 +206,21 @@ impl Stack {
         stack.uncontrolled.sort_unstable();
         stack.uncontrolled.dedup();
         Ok(stack)
+    }
+
+    /// The stack of a path below a mount that a server or a process answers for, known by its name
+    /// alone: one that answers no more keeps whoever looks at the file, for ever if it is a hard mount.
+    pub(crate) fn beyond_reach(sysfs: &dyn Sysfs, path: &Path) -> Option<Self> {
+        if path.components().any(|part| part == Component::ParentDir) {
+            return None;
+        }
+        let mountinfo = sysfs.read(Path::new("/proc/self/mountinfo")).ok()?;
+        let mounted = Mounted::holding(&mountinfo, path)?;
+        let why = uncontrolled(mounted.kind)
+            .filter(|why| matches!(why, Uncontrolled::Network | Uncontrolled::Fuse))?;
+        let kind = mounted.kind.to_owned();
+        let layers = vec![Layer::Filesystem { kind, mount: mounted.mount }];
+        Some(Self { layers, leaves: Vec::new(), uncontrolled: vec![why] })
     }
 
     /// What the device at `path` is made of, if it is an array.
@@ -537,6 +555,28 @@ mod tests {
             let stack = Stack::find(&sysfs, Path::new("/vm/db.img")).unwrap();
             assert_eq!((stack.leaves.len(), &stack.uncontrolled[..]), (0, &[why][..]), "{kind}");
             assert!(stack.to_string().contains("no disk"), "{stack}");
+        }
+    }
+
+    #[test]
+    fn file_of_a_server_that_does_not_answer_is_not_looked_at() {
+        for (kind, why) in [
+            ("nfs4", Uncontrolled::Network),
+            ("cifs", Uncontrolled::Network),
+            ("fuse.s3fs", Uncontrolled::Fuse),
+        ] {
+            let sysfs = host();
+            let line = format!("40 1 0:44 / /vm rw - {kind} server:/export rw");
+            mount(&sysfs, &[&line, "41 40 8:1 / /vm/here rw - ext4 /dev/sda1 rw"]);
+            // The fake finds no such file: whoever looked would fail.
+            let stack = Stack::find(&sysfs, Path::new("/vm/db.img")).unwrap();
+            assert_eq!((stack.leaves.len(), &stack.uncontrolled[..]), (0, &[why][..]), "{kind}");
+            assert_eq!(stack.layers.len(), 1, "{stack}");
+            // Beside it, and through `..`, which may lead past a link, files are looked at.
+            for looked_at in ["/vmx/db.img", "/vm/here/db.img", "/vm/../vm/db.img"] {
+                let found = Stack::find(&sysfs, Path::new(looked_at));
+                assert!(matches!(found, Err(HostError::DeviceMissing { .. })), "{looked_at}");
+            }
         }
     }
 

@@ -42,6 +42,10 @@ impl Extent {
     pub(crate) fn find(sysfs: &dyn Sysfs, part: &Part) -> Result<Vec<Self>, HostError> {
         let missing = |source| HostError::DeviceMissing { path: part.file.clone(), source };
         let (offset, size) = (part.offset.get(), part.size.map(rtvirtio_units::Bytes::get));
+        // Of a server that answers no more, not even a look at the file would come back.
+        if Stack::beyond_reach(sysfs, &part.file).is_some() {
+            return Err(HostError::NoExtents { path: part.file.clone() });
+        }
         if sysfs.device_number(&part.file).map_err(missing)?.is_some() {
             let Whole { disk, start: base, end } =
                 Whole::of(sysfs, node_number(sysfs, &part.file)?)?;
