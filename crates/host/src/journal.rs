@@ -19,7 +19,7 @@
 //! Properties: `merge_keeps_the_oldest_value`,
 //! `merge_keeps_the_oldest_value_of_a_vm_that_still_runs`,
 //! `merge_keeps_the_oldest_value_of_a_device_that_grew`,
-//! `journal_of_another_boot_is_void`,
+//! `merge_drops_what_was_of_a_device_whose_number_another_one_has`, `journal_of_another_boot_is_void`,
 //! `journal_is_private`, `state_directory_that_was_there_keeps_its_mode`,
 //! `journal_that_others_may_have_written_is_refused`.
 
@@ -322,9 +322,10 @@ mod tests {
     use super::*;
     use crate::qemu::Address;
     use crate::record::{
-        DeviceRecord, GroupKnob, GroupRecord, GuestDiskRecord, GuestRecord, QueueRecord,
+        DeviceRecord, GroupKnob, GroupRecord, GuestDiskRecord, GuestRecord, QueueRecord, UnitRecord,
     };
     use crate::sysfs::DeviceNumber;
+    use crate::systemd::bus::Properties;
 
     fn weight(old: Option<&str>, only_if_absent: bool) -> GroupRecord {
         GroupRecord {
@@ -369,6 +370,40 @@ mod tests {
             Record { devices: [(DeviceNumber::new(7, 0), device)].into(), ..Record::default() }
         };
         assert_eq!(record(8, "kyber").merged(record(9, "bfq")), record(8, "kyber"));
+    }
+
+    #[test]
+    fn merge_drops_what_was_of_a_device_whose_number_another_one_has() {
+        let (gone, stays) = (DeviceNumber::new(7, 0), DeviceNumber::new(7, 1));
+        let record = |diskseq, old: &str| {
+            let of = |number| {
+                let group = GroupRecord { device: number, ..weight(Some(old), false) };
+                let unit = UnitRecord {
+                    unit: "a.scope".to_owned(),
+                    cgroup: "a".into(),
+                    id: 1,
+                    device: number,
+                    properties: Properties::default(),
+                    weights: [(old.to_owned(), old.to_owned())].into(),
+                };
+                (group, unit)
+            };
+            let (groups, units) = [gone, stays].map(of).into_iter().unzip();
+            let devices = [(gone, Some(diskseq)), (stays, Some(1))];
+            let devices = devices.map(|(number, seq)| (number, device_record(8, seq))).into();
+            Record { devices, groups, units, ..Record::default() }
+        };
+        let merged = record(3, "300").merged(record(4, "700"));
+        let old = |number| {
+            let groups = merged.groups.iter().filter(|group| group.device == number);
+            groups.map(|group| group.old.as_deref().unwrap()).collect::<Vec<_>>()
+        };
+        assert_eq!((old(gone), old(stays)), (vec!["700"], vec!["300"]));
+        assert_eq!(merged.units.len(), 2, "{:?}", merged.units);
+        assert_eq!(merged.devices[&gone].diskseq, Some(4));
+        // The unit's own properties too are those that the new device was found with.
+        let of_gone = merged.units.iter().position(|unit| unit.device == gone);
+        assert_eq!(of_gone, Some(1), "it was written down anew");
     }
 
     fn guest(pid: u32, boot_id: Option<&str>, poll_max: u64) -> GuestRecord {

@@ -280,9 +280,12 @@ impl Record {
     pub(crate) fn merged(mut self, newer: Self) -> Self {
         for (number, record) in newer.devices {
             match self.devices.get_mut(&number) {
-                // Another device under the same number: the old one's state died with it.
+                // Another device under the same number: the old one's state died with it, and so did
+                // what cgroups and units had for it, which would win over the new one's.
                 Some(older) if !older.is_about((record.size_sectors, record.diskseq)) => {
                     *older = record;
+                    self.groups.retain(|group| group.device != number);
+                    self.units.retain(|unit| unit.device != number);
                 }
                 Some(older) => {
                     older.queue = older.queue.take().or(record.queue);
