@@ -417,7 +417,7 @@ mod tests {
             pid,
             started: 5,
             monitor: Address::Socket("/run/plc.qmp".into()),
-            agent: boot_id.map(|_| Address::Domain("plc".to_owned())),
+            agent: boot_id.map(|_| Address::Domain("plc".into())),
             boot_id: boot_id.map(str::to_owned),
             // The scheduler tells which record it was.
             disks: boot_id.map(|b| ("vda".to_owned(), disk(b))).into_iter().collect(),

@@ -27,7 +27,7 @@ mod virsh;
 
 pub use agent::{Agent, ExecStatus, GuestDisk, Output};
 pub use discover::{QemuDisk, QemuProcess};
-pub use error::{Address, Fault, QemuError};
+pub use error::{Address, Domain, Fault, QemuError};
 pub use monitor::{
     Block, BlockStatistics, Histogram, IoThread, LatencyHistograms, MappedQueues, Monitor,
     PciAddress, Status, Throttle, Version,

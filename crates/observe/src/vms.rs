@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use rtvirtio_host::qemu::{Block, Medium, Monitor, Part, QemuProcess, Throttle, libvirt};
+use rtvirtio_host::qemu::{Block, Domain, Medium, Monitor, Part, QemuProcess, Throttle, libvirt};
 use rtvirtio_host::storage::Stack;
 use rtvirtio_host::{Host, HostError};
 use serde::Serialize;
@@ -31,8 +31,8 @@ pub struct Vm {
 /// A disk of a libvirt domain.
 #[derive(Debug, Clone)]
 pub struct LibvirtDisk {
-    /// The domain's name.
-    pub domain: String,
+    /// The domain.
+    pub domain: Domain,
     /// The disk's target, such as `vda`.
     pub target: String,
 }
@@ -113,8 +113,8 @@ pub fn examine(host: &Host, process: &QemuProcess) -> Vm {
     if unreached.is_some() {
         monitor = None;
     }
-    let targets = match (&process.libvirt_domain, &blocks) {
-        (Some(domain), Some(_)) => libvirt::targets(domain, ANSWER).unwrap_or_default(),
+    let targets = match (process.domain(), &blocks) {
+        (Some(domain), Some(_)) => libvirt::targets(&domain, ANSWER).unwrap_or_default(),
         _ => Vec::new(),
     };
     let mut disks: Vec<Disk> = match blocks {
@@ -186,7 +186,7 @@ fn of_block(
         _ => driver,
     });
     let disk = disk(host, names, (file, foreign), (qom_path, format, block.throttle));
-    let libvirt = process.libvirt_domain.clone().zip(target.map(|(target, _)| target.clone()));
+    let libvirt = process.domain().zip(target.map(|(target, _)| target.clone()));
     let libvirt = libvirt.map(|(domain, target)| LibvirtDisk { domain, target });
     Some(Disk { part: block.part().or(disk.part), libvirt, ..disk })
 }

@@ -125,14 +125,14 @@ impl Agent {
     pub fn at(address: &Address, timeout: Duration) -> Result<Self, QemuError> {
         match address {
             Address::Socket(path) => Self::connect(path, timeout),
-            Address::Domain(domain) => Ok(Self::libvirt(domain)),
+            Address::Domain(domain) => Ok(Self::through(Virsh::new(domain.clone()))),
         }
     }
 
     /// The agent of a libvirt domain, by name or UUID. Nothing is asked yet.
     #[must_use]
     pub fn libvirt(domain: &str) -> Self {
-        Self::through(Virsh::new(domain))
+        Self::through(Virsh::new(domain.into()))
     }
 
     pub(super) fn through(virsh: Virsh) -> Self {

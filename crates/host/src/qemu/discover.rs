@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::Address;
+use super::{Address, Domain};
 use crate::HostError;
 use crate::sysfs::Sysfs;
 
@@ -47,7 +47,7 @@ pub struct QemuProcess {
     /// The VM's UUID.
     pub uuid: Option<String>,
     /// The VM's name if libvirt started it. libvirt then holds its monitor and its
-    /// agent: [`super::Monitor::libvirt`], [`super::Agent::libvirt`].
+    /// agent, and knows it by [`Self::domain`].
     pub libvirt_domain: Option<String>,
     /// QMP sockets that a client can connect to, none of them libvirt's.
     pub monitors: Vec<PathBuf>,
@@ -161,8 +161,15 @@ impl QemuProcess {
         self.address(self.agent.as_ref())
     }
 
+    /// What libvirt knows it by, if libvirt started it.
+    #[must_use]
+    pub fn domain(&self) -> Option<Domain> {
+        let name = self.libvirt_domain.clone()?;
+        Some(Domain { name, uuid: self.uuid.clone() })
+    }
+
     fn address(&self, socket: Option<&PathBuf>) -> Option<Address> {
-        let domain = self.libvirt_domain.clone().map(Address::Domain);
+        let domain = self.domain().map(Address::Domain);
         domain.or_else(|| socket.cloned().map(Address::Socket))
     }
 }
@@ -393,7 +400,9 @@ mod tests {
             disks: vec![disk],
         };
         assert_eq!(process, expected);
-        let address = Some(Address::Domain("plc".to_owned()));
+        // Its name might be a number, which virsh takes for another domain's id.
+        let uuid = process.uuid.clone();
+        let address = Some(Address::Domain(Domain { name: "plc".to_owned(), uuid }));
         assert_eq!(
             (process.monitor_address(), process.agent_address()),
             (address.clone(), address)

@@ -3,7 +3,8 @@
 //!
 //! A peer's own words are shown escaped and cut short: they may hold anything.
 //!
-//! Properties: `hostile_words_are_escaped_and_cut_short`, `faults_have_a_remedy`.
+//! Properties: `hostile_words_are_escaped_and_cut_short`, `faults_have_a_remedy`,
+//! `domain_is_found_by_its_uuid_and_never_by_a_number`.
 
 use std::error::Error;
 use std::fmt;
@@ -19,15 +20,78 @@ use serde::{Deserialize, Serialize};
 pub enum Address {
     /// The other end of a Unix socket.
     Socket(PathBuf),
-    /// A libvirt domain, by name or UUID; libvirt holds its sockets.
-    Domain(String),
+    /// A libvirt domain; libvirt holds its sockets.
+    Domain(Domain),
+}
+
+/// A domain of the local libvirt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Written")]
+pub struct Domain {
+    /// Its name, which people know it by.
+    pub name: String,
+    /// Its UUID where that is known, by which virsh is asked for it.
+    pub uuid: Option<String>,
+}
+
+/// A domain in a journal.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Written {
+    /// By its name alone, as a journal from before an update has it.
+    Name(String),
+    Whole {
+        name: String,
+        uuid: Option<String>,
+    },
+}
+
+impl From<Written> for Domain {
+    fn from(written: Written) -> Self {
+        match written {
+            Written::Name(name) => Self { name, uuid: None },
+            Written::Whole { name, uuid } => Self { name, uuid },
+        }
+    }
+}
+
+impl From<&str> for Domain {
+    /// The domain with this name or UUID.
+    fn from(name: &str) -> Self {
+        Self { name: name.to_owned(), uuid: None }
+    }
+}
+
+impl Domain {
+    /// What virsh finds it by. It takes a number for the id of a domain that runs before it looks
+    /// for a name (`virshLookupDomainInternal()`), so another domain would be meant by one.
+    pub(super) fn argument(&self) -> Result<&str, Fault> {
+        if let Some(uuid) = self.uuid.as_deref().filter(|uuid| is_uuid(uuid)) {
+            return Ok(uuid);
+        }
+        // As strtol(3) reads it.
+        let number = self.name.trim_start().trim_start_matches(['+', '-']);
+        if !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()) {
+            return Err(Fault::NumericName);
+        }
+        Ok(&self.name)
+    }
+}
+
+/// Whether this is a UUID as QEMU is told it: anybody's command line may say anything.
+fn is_uuid(text: &str) -> bool {
+    let is_digit = |(i, b): (usize, u8)| match i {
+        8 | 13 | 18 | 23 => b == b'-',
+        _ => b.is_ascii_hexdigit(),
+    };
+    text.len() == 36 && text.bytes().enumerate().all(is_digit)
 }
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Socket(path) => write!(f, "{path:?}"),
-            Self::Domain(domain) => write!(f, "libvirt domain {domain:?}"),
+            Self::Domain(Domain { name, .. }) => write!(f, "libvirt domain {name:?}"),
         }
     }
 }
@@ -115,6 +179,9 @@ pub enum Fault {
         /// What is read.
         found: String,
     },
+    /// A domain's name is a number, and its UUID is not known.
+    #[error("virsh takes its name for a domain's id")]
+    NumericName,
     /// virsh failed for another reason than the command itself.
     #[error("virsh: {message:?}")]
     Virsh {
@@ -173,6 +240,7 @@ impl QemuError {
                 "give the domain a channel org.qemu.guest_agent.0, and see that qemu-guest-agent runs in the guest"
             }
             Fault::Virsh { .. } => "`virsh -c qemu:///system list --all` shows the domains",
+            Fault::NumericName => "give the VM a name that is no number (virsh domrename)",
             Fault::ReadBackDiffers { .. } => "another client may set the same property",
             Fault::Connection(_) | Fault::Closed => {
                 "see that the VM still runs, then connect again"
@@ -207,12 +275,41 @@ mod tests {
     }
 
     #[test]
+    fn domain_is_found_by_its_uuid_and_never_by_a_number() {
+        const UUID: &str = "6ba7b810-9dad-11d1-80b4-00c04fd430c8";
+        let argument = |name: &str, uuid: Option<&str>| {
+            let domain = Domain { name: name.to_owned(), uuid: uuid.map(str::to_owned) };
+            domain.argument().ok().map(str::to_owned)
+        };
+        assert_eq!(argument("7", Some(UUID)).as_deref(), Some(UUID));
+        for uuid in [None, Some("3"), Some(""), Some("--all"), Some(&UUID.replace('8', "x"))] {
+            assert_eq!(argument("plc", uuid).as_deref(), Some("plc"), "{uuid:?}");
+            for number in ["7", "007", " 7", "+7", "-0"] {
+                assert_eq!(argument(number, uuid), None, "{number:?} {uuid:?}");
+            }
+        }
+        for name in ["7a", "vm-7", "", "-"] {
+            assert_eq!(argument(name, None).as_deref(), Some(name));
+        }
+        assert!(error(Fault::NumericName).hint().unwrap().contains("domrename"));
+    }
+
+    #[test]
+    fn domain_of_an_older_journal_is_read() {
+        let read = |text: &str| serde_json::from_str::<Address>(text).unwrap();
+        assert_eq!(read(r#"{"domain":"plc"}"#), Address::Domain("plc".into()));
+        let domain = Domain { name: "plc".to_owned(), uuid: Some("u".to_owned()) };
+        let whole = Address::Domain(domain);
+        assert_eq!(read(&serde_json::to_string(&whole).unwrap()), whole);
+    }
+
+    #[test]
     fn faults_have_a_remedy() {
         let late = error(Fault::Late { timeout: Duration::from_secs(1) });
         assert!(late.hint().unwrap().contains("one client"));
         let missing = error(Fault::Connect(io::ErrorKind::NotFound.into()));
         assert!(missing.hint().unwrap().contains("start the VM"));
-        let peer = Address::Domain("plc".to_owned());
+        let peer = Address::Domain("plc".into());
         let fault = Fault::Disabled { description: String::new() };
         let disabled = QemuError { peer, command: "guest-exec", fault };
         assert!(disabled.hint().unwrap().contains("allow-rpcs"));

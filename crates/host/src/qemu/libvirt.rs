@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rtvirtio_units::Nanos;
 
-use super::error::{Address, QemuError};
+use super::error::{Address, Domain, Fault, QemuError};
 use super::monitor::{BlockStatistics, Histogram, LatencyHistograms};
 use super::peer::Deadline;
 use super::virsh::ask;
@@ -20,7 +20,8 @@ const MAX_BINS: usize = 4096;
 /// # Errors
 /// There is no libvirt, or it does not answer.
 pub fn switched_off(timeout: Duration) -> Result<Vec<String>, QemuError> {
-    let text = run("", "list", &["list", "--inactive", "--name"], timeout)?;
+    let none = Domain::from("");
+    let text = run(&none, "list", timeout, |_| Ok(vec!["list", "--inactive", "--name"]))?;
     Ok(text.lines().map(str::trim).filter(|name| !name.is_empty()).map(str::to_owned).collect())
 }
 
@@ -28,9 +29,10 @@ pub fn switched_off(timeout: Duration) -> Result<Vec<String>, QemuError> {
 ///
 /// # Errors
 /// There is no libvirt or no such domain, or it does not answer.
-pub fn targets(domain: &str, timeout: Duration) -> Result<Vec<(String, PathBuf)>, QemuError> {
-    let arguments = ["domblklist", "--domain", domain, "--details"];
-    let text = run(domain, "domblklist", &arguments, timeout)?;
+pub fn targets(domain: &Domain, timeout: Duration) -> Result<Vec<(String, PathBuf)>, QemuError> {
+    let text = run(domain, "domblklist", timeout, |domain| {
+        Ok(vec!["domblklist", "--domain", domain.argument()?, "--details"])
+    })?;
     Ok(text.lines().filter_map(target).collect())
 }
 
@@ -41,11 +43,13 @@ pub fn targets(domain: &str, timeout: Duration) -> Result<Vec<(String, PathBuf)>
 /// # Errors
 /// There is no libvirt or no such domain, or it does not answer.
 pub fn block_statistics(
-    domain: &str,
+    domain: &Domain,
     target: &str,
     timeout: Duration,
 ) -> Result<Option<BlockStatistics>, QemuError> {
-    let text = run(domain, "domstats", &["domstats", "--block", "--domain", domain], timeout)?;
+    let text = run(domain, "domstats", timeout, |domain| {
+        Ok(vec!["domstats", "--block", "--domain", domain.argument()?])
+    })?;
     Ok(counted(&text, target))
 }
 
@@ -99,15 +103,16 @@ fn target(line: &str) -> Option<(String, PathBuf)> {
     (device == "disk" && rest.starts_with('/')).then(|| (target.to_owned(), rest.into()))
 }
 
-fn run(
-    domain: &str,
+fn run<'a>(
+    domain: &'a Domain,
     command: &'static str,
-    arguments: &[&str],
     timeout: Duration,
+    arguments: impl FnOnce(&'a Domain) -> Result<Vec<&'a str>, Fault>,
 ) -> Result<String, QemuError> {
-    ask(Path::new("virsh"), arguments, Deadline::after(timeout))
+    arguments(domain)
+        .and_then(|arguments| ask(Path::new("virsh"), &arguments, Deadline::after(timeout)))
         .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
-        .map_err(|fault| QemuError { peer: Address::Domain(domain.to_owned()), command, fault })
+        .map_err(|fault| QemuError { peer: Address::Domain(domain.clone()), command, fault })
 }
 
 #[cfg(test)]
@@ -152,6 +157,19 @@ mod tests {
   block.1.name=vdb
   block.1.rd.reqs=7
 ";
+
+    #[test]
+    fn domain_whose_name_is_a_number_is_not_asked_for_by_it() {
+        let (domain, limit) = (Domain::from("7"), Duration::from_secs(1));
+        // virsh is not run: this host may have none.
+        for error in [
+            targets(&domain, limit).unwrap_err(),
+            block_statistics(&domain, "vda", limit).unwrap_err(),
+        ] {
+            assert!(matches!(error.fault, Fault::NumericName), "{error}");
+            assert!(error.to_string().starts_with("libvirt domain \"7\": dom"), "{error}");
+        }
+    }
 
     #[test]
     fn histograms_of_libvirt_are_qemus() {

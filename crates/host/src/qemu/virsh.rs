@@ -5,7 +5,7 @@
 //! way as tainted (`custom-monitor`); that changes nothing about it.
 //!
 //! Properties: `virsh_that_hangs_is_killed`, `endless_output_is_refused`,
-//! `domain_name_is_never_an_option`.
+//! `domain_name_is_never_an_option`, `domain_is_asked_for_by_its_uuid`.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -14,21 +14,21 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
 
-use super::Fault;
 use super::error::excerpt;
 use super::peer::{Deadline, Peer};
 use super::reply::refused;
+use super::{Domain, Fault};
 
 /// A domain of the local libvirt.
 #[derive(Debug)]
 pub(super) struct Virsh {
     pub(super) program: PathBuf,
-    pub(super) domain: String,
+    pub(super) domain: Domain,
 }
 
 impl Virsh {
-    pub(super) fn new(domain: &str) -> Self {
-        Self { program: "virsh".into(), domain: domain.to_owned() }
+    pub(super) fn new(domain: Domain) -> Self {
+        Self { program: "virsh".into(), domain }
     }
 
     /// The monitor's answer to `request`.
@@ -51,7 +51,7 @@ impl Virsh {
         deadline: Deadline,
     ) -> Result<Vec<u8>, Fault> {
         let request = String::from_utf8_lossy(request);
-        let mut arguments = vec![verb, "--domain", &self.domain];
+        let mut arguments = vec![verb, "--domain", self.domain.argument()?];
         arguments.extend(options);
         arguments.push(request.trim_end());
         ask(&self.program, &arguments, deadline)

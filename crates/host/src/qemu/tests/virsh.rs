@@ -5,7 +5,7 @@ use std::process::Command;
 
 use super::*;
 use crate::qemu::virsh::Virsh;
-use crate::qemu::{Agent, ExecStatus, Monitor};
+use crate::qemu::{Agent, Domain, ExecStatus, Monitor};
 
 /// A `virsh` that writes its arguments to a file and then does as `script` says.
 struct Played {
@@ -27,7 +27,7 @@ impl Played {
     }
 
     fn virsh(&self, domain: &str) -> Virsh {
-        Virsh { program: self.directory.path().join("virsh"), domain: domain.to_owned() }
+        Virsh { program: self.directory.path().join("virsh"), domain: domain.into() }
     }
 
     fn arguments(&self) -> Vec<String> {
@@ -78,6 +78,26 @@ fn domain_name_is_never_an_option() {
 }
 
 #[test]
+fn domain_is_asked_for_by_its_uuid() {
+    let uuid = "6ba7b810-9dad-11d1-80b4-00c04fd430c8";
+    let played = Played::new(r#"echo '{"return":{"running":true,"status":"running"}}'"#);
+    let domain = Domain { name: "7".to_owned(), uuid: Some(uuid.to_owned()) };
+    let by_uuid = Virsh { domain, ..played.virsh("") };
+    assert!(Monitor::through(by_uuid).status(ENOUGH).unwrap().running);
+    assert_eq!(played.arguments()[4..6], ["--domain", uuid]);
+    // Without one, virsh would be asked for the domain with the id 7.
+    let played = Played::new("echo '{}'");
+    for error in [
+        Monitor::through(played.virsh("7")).status(ENOUGH).unwrap_err(),
+        Agent::through(played.virsh("7")).time(ENOUGH).unwrap_err(),
+    ] {
+        assert!(matches!(error.fault, Fault::NumericName), "{error}");
+        assert!(error.to_string().starts_with(r#"libvirt domain "7": "#), "{error}");
+    }
+    assert!(!played.directory.path().join("arguments").exists(), "it was not run");
+}
+
+#[test]
 fn refusal_of_the_agent_is_told_apart_from_virshs_own() {
     // As libvirt 9 passes them on.
     let fault = |said: &str| {
@@ -108,7 +128,7 @@ fn missing_domain_and_missing_virsh_are_faults() {
     let played = Played::new(&format!("echo '{not_connected}' >&2; exit 1"));
     let error = Agent::through(played.virsh("plc")).time(ENOUGH).unwrap_err();
     assert!(error.hint().unwrap().contains("org.qemu.guest_agent.0"));
-    let absent = Virsh { program: "/nonexistent/virsh".into(), domain: "plc".to_owned() };
+    let absent = Virsh { program: "/nonexistent/virsh".into(), domain: "plc".into() };
     let error = Monitor::through(absent).status(ENOUGH).unwrap_err();
     assert!(error.hint().unwrap().contains("install virsh"));
 }
