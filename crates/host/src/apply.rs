@@ -13,7 +13,7 @@
 //!
 //! A second apply keeps the values from before the first, so a rollback
 //! returns to the state before rtvirtio; undoing an apply that failed or was
-//! not confirmed returns to the state before that apply. A guest that hangs
+//! not confirmed returns to the state before that apply. A guest or a data plane that hangs
 //! then keeps neither the host from its state nor later applies from theirs: it
 //! is reported once, and what it did not take is left to a later rollback.
 //!
@@ -23,7 +23,8 @@
 //! `failed_write_undoes_everything`, `stale_plan_writes_nothing`,
 //! `unconfirmed_apply_is_reverted_by_the_watchdog`,
 //! `expired_apply_is_reverted_by_the_next_command`,
-//! `guest_that_hangs_at_an_undo_does_not_keep_the_host_from_later_applies`.
+//! `guest_that_hangs_at_an_undo_does_not_keep_the_host_from_later_applies`,
+//! `data_plane_that_hangs_does_not_keep_the_host_from_later_applies`.
 
 use std::path::Path;
 use std::thread;
@@ -95,7 +96,7 @@ pub enum WatchdogOutcome {
 pub enum JournalStatus {
     /// rtvirtio has changed nothing since boot.
     Clean,
-    /// Changes are in place; after a rollback, those of VMs that did not take them back.
+    /// Changes are in place; after a rollback, those of VMs and data planes that did not take them back.
     Applied,
     /// Changes are in place and wait to be confirmed.
     AwaitsConfirmation {
@@ -443,18 +444,17 @@ impl Host {
         self.restore_all_but(journal, &record)
     }
 
-    /// Puts back `record`, and leaves `rest` to a later rollback, with those VMs' own knobs that
-    /// could not be put back. If some of the host's could not, the journal stays as it is.
+    /// Puts back `record`, and leaves `rest` to a later rollback, with those knobs of VMs' own and of
+    /// data planes that could not be put back. If some of the host's could not, the journal stays as it is.
     fn restore_all_but(
         &self,
         mut rest: Journal,
         record: &Record,
     ) -> Result<Restoration, HostError> {
         let (done, left) = self.restore(record)?;
-        if let Some(guests) = left {
-            if !guests.is_empty() {
-                let guests = Record { guests, ..Record::default() };
-                rest.original = Some(rest.original.unwrap_or_default().merged(guests));
+        if let Some(left) = left {
+            if left != Record::default() {
+                rest.original = Some(rest.original.unwrap_or_default().merged(left));
             }
             if rest.original.is_some() {
                 self.store(&rest)?;

@@ -415,7 +415,7 @@ impl HostError {
                     .to_owned()
             }
             Self::UndoIncomplete { .. } | Self::RestoreIncomplete { .. } => {
-                "remove the cause (a guest that does not answer: start its qemu-guest-agent or end `rtvirtio watch`, for QEMU serves one client of a socket at a time; or shut its VM down, whose own knobs go with it) and run `rtvirtio rollback` again".to_owned()
+                "remove the cause (a guest that does not answer: start its qemu-guest-agent or end `rtvirtio watch`, for QEMU serves one client of a socket at a time; or shut its VM down, whose own knobs go with it; a data plane that does not answer: see its log, or start it again, and what was set in it goes too) and run `rtvirtio rollback` again".to_owned()
             }
             Self::Systemd { .. } | Self::UnitUnknown { .. } => {
                 "`busctl status org.freedesktop.systemd1` says whether systemd answers; set it right, then try again".to_owned()

@@ -2,13 +2,17 @@
 //!
 //! They are set by its control API, one at a time, and put back in the other order: disks, then the
 //! schedules that they used. A data plane that has ended took them with it, and one that was started
-//! since has its own: both are skipped.
+//! since has its own: both are skipped. One that does not answer is asked once, not for each knob, and its record
+//! is kept for a later rollback.
 //!
-//! Properties: `plan_is_applied_to_the_data_plane_verified_and_rolled_back` (with a real one).
+//! Properties: `plan_is_applied_to_the_data_plane_verified_and_rolled_back` (with a real one),
+//! `data_plane_that_hangs_does_not_keep_the_host_from_later_applies`,
+//! `data_plane_that_ends_while_it_is_put_back_is_skipped`.
 
 use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rtvirtio_spec::control::{ScheduleCurve, SetQos};
 use rtvirtio_spec::plan::data_plane::{DataPlane, found};
@@ -21,6 +25,10 @@ use crate::dataplane::{ControlClient, ControlFault};
 use crate::record::DataPlaneRecord;
 use crate::restoration::{Restoration, Skipped};
 use crate::{Host, HostError, Step};
+
+/// How long a data plane may take to show what it has before something is put back: it reads and
+/// tells, and waits for no queue.
+const LOOK: Duration = Duration::from_secs(10);
 
 /// Which of a data plane's knobs a plan is about.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -119,6 +127,12 @@ impl Plane {
     }
 }
 
+/// Whether nobody listens there any more.
+fn is_gone(fault: &ControlFault) -> bool {
+    let ControlFault::Connect { source, .. } = fault else { return false };
+    matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+}
+
 fn of_plane(control: &Path, fault: ControlFault) -> HostError {
     HostError::DataPlane { control: control.to_owned(), fault: Box::new(fault) }
 }
@@ -172,32 +186,30 @@ impl Host {
         Ok(Plane::open(Some(topology))?.map(|plane| plane.knobs()).unwrap_or_default())
     }
 
-    /// Puts back what a record holds.
+    /// Puts back what a record holds; gives whether nothing is left of it.
     pub(crate) fn restore_data_plane(
         &self,
         record: &DataPlaneRecord,
         done: &mut Restoration,
-    ) -> Result<(), HostError> {
+    ) -> Result<bool, HostError> {
         let client = ControlClient::new(&record.control);
         let gone = || Skipped::DataPlane { control: record.control.clone() };
-        let snapshot = match client.snapshot() {
+        let silent = |fault: &ControlFault| {
+            format!("the data plane at {} does not answer: {fault}", record.control.display())
+        };
+        let snapshot = match client.clone().with_timeout(LOOK).snapshot() {
             Ok(snapshot) if snapshot.started_ns == record.started => snapshot,
             Ok(_) => {
                 done.skip(gone());
-                return Ok(());
+                return Ok(true);
             }
-            Err(ControlFault::Connect { source, .. })
-                if matches!(
-                    source.kind(),
-                    io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
-                ) =>
-            {
+            Err(fault) if is_gone(&fault) => {
                 done.skip(gone());
-                return Ok(());
+                return Ok(true);
             }
             Err(fault) => {
-                done.failures.push(format!("{}: {fault}", record.control.display()));
-                return Ok(());
+                done.failures.push(silent(&fault));
+                return Ok(false);
             }
         };
         let names = record.old.iter().map(|(knob, _)| knob);
@@ -213,6 +225,7 @@ impl Host {
         // Knobs are in order of application.
         let mut old: Vec<_> = record.old.iter().collect();
         old.sort();
+        let mut is_back = true;
         for (knob, old) in old.into_iter().rev() {
             if current.get(knob) == old.as_ref() {
                 continue;
@@ -228,9 +241,22 @@ impl Host {
                 Err(ControlFault::Refused { status: 404 | 409, .. }) => {
                     done.skip(Skipped::DataPlaneKnob { knob: knob.clone() });
                 }
-                Err(fault) => done.failures.push(format!("{}: {fault}", file.display())),
+                Err(fault @ ControlFault::Refused { .. }) => {
+                    is_back = false;
+                    done.failures.push(format!("{}: {fault}", file.display()));
+                }
+                // It has ended meanwhile.
+                Err(fault) if is_gone(&fault) => {
+                    done.skip(gone());
+                    return Ok(true);
+                }
+                // What is left would take as long each.
+                Err(fault) => {
+                    done.failures.push(silent(&fault));
+                    return Ok(false);
+                }
             }
         }
-        Ok(())
+        Ok(is_back)
     }
 }

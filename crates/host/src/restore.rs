@@ -4,7 +4,8 @@
 //! any step. Order: iocost on each device, then its scheduler, then its parameters (both
 //! reset some of them), then systemd's units, then weights and limits of cgroups. A device or
 //! cgroup that is gone, or another one in its place, is reported and skipped:
-//! its knobs died with it. VMs' own knobs come last (module `guests::restore`).
+//! its knobs died with it. Then come the data planes' (module `promises`), and VMs' own knobs last (module
+//! `guests::restore`): one that does not answer keeps neither the host from its state nor later applies from theirs.
 //!
 //! A change of scheduler drops things that are nobody's knob here, so they are
 //! saved too: all of `queue/iosched/`, `queue/nr_requests`, `queue/wbt_lat_usec`
@@ -26,7 +27,7 @@ use crate::cgroup::{CgroupVersion, CostFile, Write, read, weight_lines};
 use crate::device::{Disk, directory, generation};
 use crate::knobs::{Schedulers, has_bfq};
 use crate::record::{
-    CostRecord, DeviceRecord, GroupKnob, GroupRecord, GuestRecord, QueueRecord, Record, UnitRecord,
+    CostRecord, DeviceRecord, GroupKnob, GroupRecord, QueueRecord, Record, UnitRecord,
 };
 use crate::restoration::{QUEUE_FILES, Restoration, Skipped};
 use crate::sysfs::{DeviceNumber, Sysfs};
@@ -306,12 +307,12 @@ fn save_weights(
 
 impl Host {
     /// Puts back all that `record` holds. The only error is [`HostError::Interrupted`];
-    /// what cannot be restored is among the result's failures. With it come the VMs whose own
-    /// knobs are not all back, unless the host's are not either.
+    /// what cannot be restored is among the result's failures. With it comes what is left of VMs'
+    /// own knobs and data planes', unless the host's are not all back either.
     pub(crate) fn restore(
         &self,
         record: &Record,
-    ) -> Result<(Restoration, Option<Vec<GuestRecord>>), HostError> {
+    ) -> Result<(Restoration, Option<Record>), HostError> {
         let mut done = Restoration::default();
         for (number, device) in &record.devices {
             if !self.is_same_device(*number, device) {
@@ -337,11 +338,13 @@ impl Host {
                 Err(error) => done.failures.push(error.to_string()),
             }
         }
-        for record in &record.data_planes {
-            self.restore_data_plane(record, &mut done)?;
-        }
         let is_host_back = done.failures.is_empty();
-        let left = self.restore_guests(&record.guests, &mut done)?;
+        let mut left = Record::default();
+        for record in &record.data_planes {
+            let is_back = self.restore_data_plane(record, &mut done)?;
+            left.data_planes.extend((!is_back).then(|| record.clone()));
+        }
+        left.guests = self.restore_guests(&record.guests, &mut done)?;
         Ok((done, is_host_back.then_some(left)))
     }
 

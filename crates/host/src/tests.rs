@@ -4,6 +4,7 @@ mod crash;
 mod groups;
 mod guests;
 mod machine;
+mod promises;
 mod reapply;
 mod refusal;
 
