@@ -14,20 +14,21 @@
 //! percentile gives no run, so such a probe is followed by another one, until
 //! the time that was given is up. [`missing`] tells what a profile then lacks.
 //!
-//! Every probe that is done is kept in a file beside the profile, so that an
-//! interrupted calibration goes on where it was.
+//! Every probe that is done is kept in a file beside the profile ([`kept`]), so that an
+//! interrupted calibration goes on where it was; not of a device that others use, since what
+//! was measured beside them then says nothing of now.
 
 mod alone;
 mod controlled;
 mod fit;
+mod kept;
 mod room;
 
 use std::collections::BTreeMap;
-use std::io::Write as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Tier};
 use rtvirtio_cli::input;
 use rtvirtio_cli::progress::{Progress, human};
@@ -44,6 +45,7 @@ use serde::{Deserialize, Serialize};
 use crate::load::{CellLoad, RAMP, canary_summary};
 use crate::neighbours::{GaveUp, OtherLoad};
 use crate::testbed::{DeviceUnderTest, Work, plain};
+use kept::KeptFile;
 use room::Room;
 
 /// How often a probe is tried that disturbs others, and what cannot be done without.
@@ -311,11 +313,11 @@ pub fn duration(device: &dyn DeviceUnderTest, depth: Depth) -> Duration {
 }
 
 /// Calibrates the device, whose data is overwritten. `partial` is
-/// the file in which finished probes are kept; it is removed at the end. After `limit` no probe is
-/// begun that is not indispensable; [`missing`] says what the profile then lacks.
+/// the file in which finished probes are kept, unless others use the device; it is removed at the end.
+/// After `limit` no probe is begun that is not indispensable; [`missing`] says what the profile then lacks.
 ///
 /// # Errors
-/// As [`DeviceUnderTest::measure`].
+/// As [`DeviceUnderTest::measure`], and if something else lies where `partial` is to be.
 pub fn calibrate(
     device: &dyn DeviceUnderTest,
     depth: Depth,
@@ -328,12 +330,12 @@ pub fn calibrate(
     let identity = device.testbed().identity()?;
     let kernel = device.testbed().kernel_release()?;
     let named = Kept::Device(identity.clone(), kernel.clone(), device.measured_at());
-    let mut kept = if device.is_used_by_others() { vec![named] } else { resume(partial, named)? };
-    let mut file =
-        std::fs::File::create(partial).with_context(|| format!("create {}", partial.display()))?;
-    for value in &kept {
-        keep(&mut file, value)?;
-    }
+    let (mut file, mut kept) = if device.is_used_by_others() {
+        (None, vec![named])
+    } else {
+        let (file, kept) = KeptFile::open(partial, named)?;
+        (Some(file), kept)
+    };
     let expected = CellLoad::duration(depth.probe(scale));
     let spent = expected * (kept.len() - 1) as u32;
     let left = duration(device, depth).saturating_sub(spent).max(expected);
@@ -350,7 +352,7 @@ pub fn calibrate(
             progress.start("calibrate: the device alone", expected);
             let capacity = alone::measure(device, interrupted)?;
             progress.finish(expected);
-            keep(&mut file, &Kept::Capacity(capacity))?;
+            keep(file.as_mut(), &Kept::Capacity(capacity))?;
             kept.push(Kept::Capacity(capacity));
             capacity
         }
@@ -362,8 +364,8 @@ pub fn calibrate(
             _ => None,
         })
         .collect();
-    if !runs.is_empty() {
-        let (number, partial) = (runs.len(), partial.display());
+    if let Some(file) = file.as_ref().filter(|_| !runs.is_empty()) {
+        let (number, partial) = (runs.len(), file.path().display());
         progress.note(&format!(
             "calibrate: goes on with {number} probes of before; remove {partial} to begin anew"
         ));
@@ -407,7 +409,7 @@ pub fn calibrate(
         let active = depth.probe(scale) + RAMP;
         let (took, used) = (started.elapsed(), run.used(&capacity));
         device.rest(Work { active, took, used }, interrupted)?;
-        keep(&mut file, &Kept::Probe(run.clone()))?;
+        keep(file.as_mut(), &Kept::Probe(run.clone()))?;
         runs.push(run);
     }
     let fitted = fit::fit(identity, kernel, device.measured_at(), date, capacity, &runs);
@@ -417,7 +419,9 @@ pub fn calibrate(
     for missing in missing(&profile, depth) {
         progress.note(&format!("calibrate: missing: {missing}"));
     }
-    let _ = std::fs::remove_file(partial);
+    if let Some(file) = file {
+        file.remove();
+    }
     Ok(profile)
 }
 
@@ -438,7 +442,7 @@ pub fn calibrate_to(
     output: &Path,
     interrupted: &Interrupted,
 ) -> Result<Profile> {
-    let partial = output.with_extension("partial");
+    let partial = kept::path_beside(output);
     let date = jiff::Timestamp::now().to_string();
     let profile = calibrate(device, depth, limit, &partial, date, interrupted)?;
     input::write(output, &serde_json::to_string_pretty(&profile)?)?;
@@ -584,23 +588,8 @@ fn describe((scheduler, vms, writer): ProbeSetting) -> String {
     format!("{vms} VMs{writer}, {scheduler}")
 }
 
-fn keep(file: &mut std::fs::File, value: &Kept) -> Result<()> {
-    let mut line = serde_json::to_vec(value)?;
-    line.push(b'\n');
-    file.write_all(&line)?;
-    Ok(file.sync_data()?)
-}
-
-/// What an earlier calibration of the same `device` left; its first value names that.
-fn resume(partial: &Path, device: Kept) -> Result<Vec<Kept>> {
-    let text = match std::fs::read_to_string(partial) {
-        Ok(text) => text,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(vec![device]),
-        Err(e) => return Err(e).with_context(|| format!("read {}", partial.display())),
-    };
-    // The last line may be cut off.
-    let values: Vec<Kept> = text.lines().map_while(|l| serde_json::from_str(l).ok()).collect();
-    Ok(if values.first() == Some(&device) { values } else { vec![device] })
+fn keep(file: Option<&mut KeptFile>, value: &Kept) -> Result<()> {
+    file.map_or(Ok(()), |file| file.keep(value))
 }
 
 /// VMs with L, M and H, and the writer; targets are there to be measured, not met.

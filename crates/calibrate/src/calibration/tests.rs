@@ -5,7 +5,7 @@ use rtvirtio_units::Bytes;
 
 use super::*;
 
-const CAPACITY: Capacity = Capacity {
+pub(super) const CAPACITY: Capacity = Capacity {
     iops_4k: 16_000.0,
     write_throughput: BytesPerSecond::from_megabytes(370),
     response_4k: RESPONSE,

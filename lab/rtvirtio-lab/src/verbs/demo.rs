@@ -235,7 +235,8 @@ fn prepare_directory(out: &Path) -> Result<()> {
         "{} holds a benchmark; use another --out",
         out.display()
     );
-    for stale in [CELLS, "profile.json", "profile.partial", "report.html", "verdict.json"] {
+    let partial = "profile.json.rtvirtio-partial";
+    for stale in [CELLS, "profile.json", partial, "report.html", "verdict.json"] {
         let _ = std::fs::remove_file(out.join(stale));
     }
     Ok(())
