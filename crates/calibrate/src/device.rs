@@ -1,7 +1,9 @@
 //! Which block device may be taken for a measurement.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
+use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -23,10 +25,13 @@ pub fn is_scratch(device: &Path) -> bool {
 /// How long udev may look at a device that has changed.
 const PATIENCE: Duration = Duration::from_secs(3);
 
+/// Where the kernel lists whole disks.
+const SYS_BLOCK: &str = "/sys/block";
+
 /// Opens a block device exclusively: fails while it is mounted, or otherwise in use.
 ///
-/// A VM's QEMU opens its disk without `O_EXCL`. So no process may have it open, nor a partition of it, nor
-/// the disk that it is a partition of.
+/// A VM's QEMU opens its disk without `O_EXCL`, and so does the kernel for a loop device. So no process may
+/// have it open, nor a partition of it, nor the disk that it is a partition of, and no loop device may lie there.
 ///
 /// # Errors
 /// With the remedy.
@@ -45,8 +50,9 @@ pub fn claim(device: &Path) -> Result<File> {
     }
     let numbers = overlapping(metadata.rdev());
     let end = Instant::now() + PATIENCE;
-    while let Some(user) = user_of(&numbers) {
-        ensure!(Instant::now() < end, "{} is in use: {user} has it open", device.display());
+    let user = || user_of(&numbers).or_else(|| loop_on(Path::new(SYS_BLOCK), &numbers));
+    while let Some(user) = user() {
+        ensure!(Instant::now() < end, "{} is in use: {user}", device.display());
         std::thread::sleep(Duration::from_millis(100));
     }
     Ok(claimed)
@@ -90,6 +96,63 @@ fn user_of(numbers: &BTreeSet<u64>) -> Option<String> {
                 })
         });
         let name = || std::fs::read_to_string(process.join("comm")).unwrap_or_default();
-        has_it.then(|| format!("process {pid} ({})", name().trim()))
+        has_it.then(|| format!("process {pid} ({}) has it open", name().trim()))
     })
+}
+
+/// A loop device whose backing file is one of the devices, in words. The kernel has that open, and no process.
+fn loop_on(sys_block: &Path, numbers: &BTreeSet<u64>) -> Option<String> {
+    let disks = std::fs::read_dir(sys_block).ok()?.flatten();
+    let names = disks.filter_map(|entry| entry.file_name().into_string().ok());
+    names.filter(|name| name.starts_with("loop")).find_map(|name| {
+        let attribute = sys_block.join(&name).join("loop/backing_file");
+        let path = std::fs::read(attribute).ok()?;
+        let path = Path::new(OsStr::from_bytes(path.strip_suffix(b"\n").unwrap_or(&path)));
+        // Its name says nothing: a node of a device may be anywhere.
+        let metadata = std::fs::metadata(path).ok()?;
+        let lies_on_it =
+            metadata.file_type().is_block_device() && numbers.contains(&metadata.rdev());
+        let node = Path::new("/dev").join(name);
+        let node = node.display();
+        lies_on_it.then(|| {
+            format!(
+                "the loop device {node} lies on it (`losetup --detach {node}`, if nobody needs it)"
+            )
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loop_device_is_found_by_the_number_of_what_it_lies_on() {
+        let directory = tempfile::tempdir().unwrap();
+        let node = directory.path().join("a disk\\012");
+        let number = libc::makedev(7, 250);
+        let kind = rustix::fs::FileType::BlockDevice;
+        let mode = rustix::fs::Mode::RUSR;
+        if let Err(why) = rustix::fs::mknodat(rustix::fs::CWD, &node, kind, mode, number) {
+            eprintln!("SKIPPED: needs the right to make a node: {why}");
+            return;
+        }
+        let sys = directory.path().join("block");
+        // Another disk, a loop device without a file, one of a file, and one whose file has gone.
+        std::fs::create_dir_all(sys.join("sda")).unwrap();
+        std::fs::create_dir_all(sys.join("loop0")).unwrap();
+        for (name, file) in [
+            ("loop1", directory.path().to_str().unwrap()),
+            ("loop2", "/gone (deleted)"),
+            ("loop3", node.to_str().unwrap()),
+        ] {
+            let attributes = sys.join(name).join("loop");
+            std::fs::create_dir_all(&attributes).unwrap();
+            std::fs::write(attributes.join("backing_file"), format!("{file}\n")).unwrap();
+        }
+        let user = loop_on(&sys, &BTreeSet::from([libc::makedev(7, 249), number])).unwrap();
+        assert!(user.starts_with("the loop device /dev/loop3 lies on it"), "{user}");
+        assert_eq!(loop_on(&sys, &BTreeSet::from([libc::makedev(7, 249)])), None);
+        assert_eq!(loop_on(&sys.join("none"), &BTreeSet::from([number])), None);
+    }
 }

@@ -68,6 +68,30 @@ fn calibrate_overwrites_nothing_that_a_process_has_open() {
     assert!(std::fs::read(&file).unwrap() == data, "its data has changed");
 }
 
+/// The kernel has a loop device's file open, and no process.
+#[test]
+fn calibrate_overwrites_nothing_that_a_loop_device_lies_on() {
+    let Some(_host) = can_run("calibrate_overwrites_nothing_that_a_loop_device_lies_on") else {
+        return;
+    };
+    let directory = tempfile::tempdir_in("/var/tmp").unwrap();
+    let file = directory.path().join("disk");
+    let data = vec![0x5a; 16 << 20];
+    std::fs::write(&file, &data).unwrap();
+    let below = LoopDevice::of(&file);
+    let above = LoopDevice::of(std::path::Path::new(&below.0));
+    let profile = directory.path().join("profile.json");
+    let arguments =
+        ["calibrate", &below.0, "--overwrite-all-data-on-device", "-o", profile.to_str().unwrap()];
+    let output = rtvirtio(directory.path(), &arguments);
+    assert_eq!(output.status.code(), Some(1), "{}", said(&output));
+    let why = format!("is in use: the loop device {} lies on it", above.0);
+    assert!(said(&output).contains(&why), "{}", said(&output));
+    drop(above);
+    drop(below);
+    assert!(std::fs::read(&file).unwrap() == data, "its data has changed");
+}
+
 #[test]
 fn cgroup_may_be_pasted_as_proc_and_systemctl_print_it() {
     let text = r"version = 1
