@@ -22,6 +22,7 @@
 //! `rollback_itself_crashing_at_any_step_restores`, `second_apply_keeps_the_original_values`,
 //! `failed_write_undoes_everything`, `stale_plan_writes_nothing`,
 //! `unconfirmed_apply_is_reverted_by_the_watchdog`,
+//! `apply_that_died_is_reverted_by_the_watchdog_at_once`,
 //! `expired_apply_is_reverted_by_the_next_command`,
 //! `guest_that_hangs_at_an_undo_does_not_keep_the_host_from_later_applies`,
 //! `data_plane_that_hangs_does_not_keep_the_host_from_later_applies`.
@@ -54,8 +55,8 @@ pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(60);
 /// How to apply.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ApplyOptions {
-    /// Revert after this time unless confirmed. The caller starts a process
-    /// that calls [`Host::revert_unless_confirmed`] after `apply` returned.
+    /// Revert after this time unless confirmed. Before it calls `apply`, the caller starts a process
+    /// that calls [`Host::revert_unless_confirmed`] once `apply` has returned or its process has ended.
     pub confirm_timeout: Option<Duration>,
 }
 
@@ -262,7 +263,7 @@ impl Host {
     }
 
     /// Blocks until the apply that waits to be confirmed is settled, or its
-    /// deadline passes, and then reverts it. For a process of its own.
+    /// deadline passes, and then reverts it; one that stopped half way at once. For a process of its own.
     ///
     /// # Errors
     /// See [`HostError`].
@@ -270,6 +271,10 @@ impl Host {
         loop {
             // Without the lock: a journal is replaced whole.
             let pending = self.load_of_this_boot()?.and_then(|j| j.pending);
+            if pending.as_ref().is_some_and(|p| p.phase == Phase::Applying) {
+                // Its process has died, or another one is at work, for which the lock waits.
+                break;
+            }
             let Some(deadline) = pending.and_then(|p| p.deadline()) else {
                 return Ok(WatchdogOutcome::Settled);
             };

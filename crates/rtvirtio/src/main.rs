@@ -147,7 +147,7 @@ impl Program for Cli {
             Verb::Mapping(args) => verbs::mapping::run(&args),
             Verb::Generate(args) => verbs::generate::run(&args),
             Verb::VcpuGuard => verbs::serve::guard_vcpus(),
-            Verb::ConfirmWatchdog => verbs::apply::watchdog(),
+            Verb::ConfirmWatchdog => watchdog::revert_unless_confirmed(),
             Verb::Watchdog => watchdog::clean_up(),
         }
     }

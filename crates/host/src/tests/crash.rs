@@ -180,6 +180,25 @@ fn rollback_crashing_at_any_step_keeps_what_a_guest_refuses_for_the_next() {
 }
 
 #[test]
+fn apply_that_died_is_reverted_by_the_watchdog_at_once() {
+    let work = |bed: &Bed, host: &Host| {
+        let (observed, changes) = bed.changes_to(&wanted());
+        host.apply(&bed.topology, &observed, &changes, long()).map(drop)
+    };
+    for_every_step(true, "bfq", work, |bed, before, step| {
+        if matches!(bed.host.journal_status().unwrap(), JournalStatus::AwaitsConfirmation { .. }) {
+            // It died when all was set: there is an hour to confirm it.
+            bed.host.confirm().unwrap();
+            assert_eq!(bed.drift(&wanted()), 0, "step {step}");
+            return;
+        }
+        bed.host.revert_unless_confirmed().unwrap();
+        assert_eq!(bed.snapshot(), before, "step {step}");
+        assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Clean, "step {step}");
+    });
+}
+
+#[test]
 fn revert_of_an_unconfirmed_apply_crashing_at_any_step_is_finished() {
     let work = |bed: &Bed, host: &Host| {
         bed.apply_with(&wanted(), ApplyOptions { confirm_timeout: Some(Duration::ZERO) })?;

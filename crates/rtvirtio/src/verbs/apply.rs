@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::process::Stdio;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use rtvirtio_host::{ApplyOptions, RollbackOutcome, SkippedVms};
 use rtvirtio_spec::plan::Plan;
 use serde_json::json;
 
+use crate::watchdog::ConfirmWatchdog;
 use crate::{Outcome, input};
 
 /// Arguments of `apply`.
@@ -89,10 +89,12 @@ pub(crate) fn apply_plan(plan: &Plan, how: &How) -> Result<Outcome> {
     let confirm_timeout = how.confirm_timeout.map(Duration::from_secs);
     let host = input::host();
     let options = ApplyOptions { confirm_timeout };
+    let watchdog = confirm_timeout.map(|_| ConfirmWatchdog::start()).transpose()?;
     let (applied, SkippedVms { absent, started, unreached }) =
         if how.reapply { host.reapply(plan, options)? } else { host.apply_plan(plan, options)? };
-    if applied.awaits_confirmation {
-        watch()?;
+    // Without changes there is nothing to wait for, and it ends.
+    if let Some(watchdog) = watchdog.filter(|_| applied.awaits_confirmation) {
+        watchdog.all_is_set()?;
     }
     if how.json {
         let mut value = serde_json::to_value(&applied)?;
@@ -126,18 +128,6 @@ pub(crate) fn apply_plan(plan: &Plan, how: &How) -> Result<Outcome> {
         }
         _ => println!("take back: rtvirtio rollback"),
     }
-    Ok(Outcome::Done)
-}
-
-/// Starts the process that reverts an unconfirmed apply, detached from this one.
-fn watch() -> Result<()> {
-    crate::watchdog::start("confirm-watchdog", Stdio::null())
-        .context("start the watchdog; run `rtvirtio rollback` to take the changes back")?;
-    Ok(())
-}
-
-pub(crate) fn watchdog() -> Result<Outcome> {
-    input::host().revert_unless_confirmed()?;
     Ok(Outcome::Done)
 }
 

@@ -174,6 +174,44 @@ fn rollback_whose_output_cannot_be_written_says_by_its_exit_code_what_was_done()
 }
 
 #[test]
+fn watchdog_of_an_apply_whose_process_died_looks_at_once_and_else_waits_for_the_deadline() {
+    use std::io::Write as _;
+    use std::os::unix::fs::PermissionsExt as _;
+    let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    let seconds_now = || rustix::time::clock_gettime(rustix::time::ClockId::Boottime).tv_sec;
+    for (phase, seconds, says) in
+        [("applying", 3600, ""), ("unconfirmed", 2, "!"), ("unconfirmed", 2, "")]
+    {
+        let state = tempfile::tempdir().unwrap();
+        let journal = state.path().join("journal.json");
+        let now = seconds_now();
+        let deadline = (now + seconds) * 1_000_000_000;
+        // Nothing that it would write to this host.
+        let text = format!(
+            r#"{{"version": 3, "boot_id": "{}", "original": null, "rolling_back": false,
+            "pending": {{"phase": "{phase}", "deadline_ns": {deadline}, "record": {{"devices": {{}},
+            "groups": [], "units": [], "guests": [], "data_planes": []}}}}}}"#,
+            boot_id.trim()
+        );
+        std::fs::write(&journal, text).unwrap();
+        std::fs::set_permissions(&journal, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let mut command = std::process::Command::new(RTVIRTIO);
+        command.arg("confirm-watchdog").env("RTVIRTIO_STATE_DIR", state.path());
+        let mut watchdog = command.stdin(std::process::Stdio::piped()).spawn().unwrap();
+        // As long as the apply is under way.
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        assert!(watchdog.try_wait().unwrap().is_none() && journal.exists(), "{phase}");
+        let mut stdin = watchdog.stdin.take().unwrap();
+        stdin.write_all(says.as_bytes()).unwrap();
+        drop(stdin);
+        assert!(watchdog.wait().unwrap().success(), "{phase}");
+        assert!(!journal.exists(), "{phase}");
+        let since = seconds_now() - now;
+        assert!(phase == "applying" || since >= seconds, "{phase} {says:?}: {since} s");
+    }
+}
+
+#[test]
 fn state_directory_that_depends_on_where_one_is_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut command = std::process::Command::new(RTVIRTIO);
