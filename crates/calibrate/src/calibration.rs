@@ -14,7 +14,7 @@
 //! percentile gives no run, so such a probe is followed by another one, until
 //! the time that was given is up. [`missing`] tells what a profile then lacks.
 //!
-//! Every probe that is done is kept in a file beside the profile ([`kept`]), so that an
+//! Every probe that is done is kept in a file beside the profile (`kept`), so that an
 //! interrupted calibration goes on where it was; not of a device that others use, since what
 //! was measured beside them then says nothing of now.
 

@@ -87,7 +87,8 @@ pub trait Program: Parser {
         false
     }
 
-    /// Whether it has changed the host once it has succeeded, so that its exit code is about that.
+    /// Whether it has changed the host once it has succeeded, so that its exit code is about that, whether
+    /// or not somebody reads what it prints.
     fn changes_the_host(&self) -> bool {
         false
     }
@@ -102,7 +103,7 @@ pub trait Program: Parser {
 /// Runs a program.
 ///
 /// Exit codes: those of [`Outcome`]; 1 error, of the command line too, so that 2 keeps its one meaning; 130
-/// interrupted; 141: who read the output has gone, as a shell says it of SIGPIPE.
+/// interrupted; 141: who read the output has gone, as a shell says it of SIGPIPE, and the host has not been changed.
 #[must_use]
 pub fn main<P: Program>() -> ExitCode {
     let program = match P::try_parse() {
@@ -129,6 +130,9 @@ pub fn main<P: Program>() -> ExitCode {
         }
     }
     let changes_the_host = program.changes_the_host();
+    if changes_the_host {
+        output::outlive_reader();
+    }
     let work = || {
         let outcome = program.run(&interrupted);
         (outcome, output::failure())

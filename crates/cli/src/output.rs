@@ -4,19 +4,29 @@
 //! verb has set up is taken down, and the process ends with [`EXIT_SIGPIPE`]. The standard library's own
 //! macros panic where they cannot print, so this crate has others of the same names in their place:
 //! these keep the first other failure (a full disk, say) for [`failure`], and the verb goes on. What it does on
-//! the host must not depend on whether it can be told.
+//! the host must not depend on whether it can be told: a verb that changes it goes on without a reader too
+//! ([`outlive_reader`]), since half of its work would be left, or all of it under an exit code that denies it.
 
 use std::any::Any;
 use std::fmt;
 use std::io::{self, ErrorKind, Write};
 use std::panic::{self, AssertUnwindSafe};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Exit code: who read the output has gone (128 + SIGPIPE).
 pub const EXIT_SIGPIPE: u8 = 141;
 
 /// The first failure to write standard output that was not for want of a reader.
 static FAILURE: Mutex<Option<String>> = Mutex::new(None);
+
+/// Whether a write that nobody reads is a failure as any other.
+static OUTLIVES_READER: AtomicBool = AtomicBool::new(false);
+
+/// From now on what prints goes on when nobody reads it any more; [`failure`] tells.
+pub(crate) fn outlive_reader() {
+    OUTLIVES_READER.store(true, Ordering::Relaxed);
+}
 
 /// What a write unwinds with that nobody reads.
 struct Unread;
@@ -52,7 +62,12 @@ pub fn failure() -> Option<String> {
 
 fn note(result: io::Result<()>) {
     match result {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => panic::panic_any(Unread),
+        Err(error)
+            if error.kind() == ErrorKind::BrokenPipe
+                && !OUTLIVES_READER.load(Ordering::Relaxed) =>
+        {
+            panic::panic_any(Unread)
+        }
         Err(error) => {
             if let Ok(mut failure) = FAILURE.lock() {
                 failure.get_or_insert_with(|| error.to_string());

@@ -212,6 +212,21 @@ fn watchdog_of_an_apply_whose_process_died_looks_at_once_and_else_waits_for_the_
 }
 
 #[test]
+fn rollback_whose_output_nobody_reads_is_done_and_says_so() {
+    let directory = tempfile::tempdir().unwrap();
+    for json in [&["rollback"][..], &["rollback", "--json"]] {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = std::process::Command::new(RTVIRTIO);
+        command.args(json).env("RTVIRTIO_STATE_DIR", directory.path());
+        let output = command.stdout(writer).output().unwrap();
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(0), "{text}");
+        assert!(text.contains("the exit code says what was done"), "{text}");
+    }
+}
+
+#[test]
 fn state_directory_that_depends_on_where_one_is_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut command = std::process::Command::new(RTVIRTIO);

@@ -410,6 +410,13 @@ fn listing_that_nobody_reads_any_more_ends_as_by_sigpipe() {
         assert_eq!(output.status.code(), Some(141), "{arguments:?}: {}", said(&output));
         assert_eq!(String::from_utf8_lossy(&output.stderr), "", "{arguments:?}");
     }
+    // What was changed was done, whoever reads of it.
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let moved = ["mapping", "move", "d0", "0", "a"];
+    let (output, _) = ctl_to(writer, &moved, &[(200, r#"{"pause_ns": 1000}"#)]);
+    assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+    assert!(said(&output).contains("the exit code says what was done"), "{}", said(&output));
 }
 
 /// A server with its files in a directory; killed when dropped.
