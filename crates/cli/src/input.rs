@@ -4,10 +4,13 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_host::Host;
+use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
 use rtvirtio_model::learned::{Learned, MAX_MODEL_BYTES};
 use rtvirtio_spec::plan::{PLAN_VERSION, Plan};
 use rtvirtio_spec::profile::Profile;
@@ -21,6 +24,35 @@ const MAX_JSON_BYTES: u64 = 256 << 20;
 
 /// How long a pipe may bring nothing: after the first time the user is told what is waited for.
 const PIPE_TIMES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
+
+/// How soon after a signal a wait ends.
+const STEP: Duration = Duration::from_millis(100);
+
+/// What the program's signal handlers set.
+static INTERRUPTED: OnceLock<Arc<Interrupted>> = OnceLock::new();
+
+/// From now on waits for whoever is at the other end of a pipe end with the program.
+pub(crate) fn end_waits_with(interrupted: &Arc<Interrupted>) {
+    // A program has one.
+    let _ = INTERRUPTED.set(Arc::clone(interrupted));
+}
+
+/// Fails once the user wants the program to end.
+fn check_interrupted(interrupted: Option<&Interrupted>) -> io::Result<()> {
+    if interrupted.is_some_and(|interrupted| interrupted.load(Ordering::Relaxed)) {
+        // As a kind of its own `Interrupted` would have `read_to_end` try again.
+        return Err(io::Error::other(InterruptedError));
+    }
+    Ok(())
+}
+
+/// An error of a file; [`main`](crate::main) knows the end of a program that was interrupted by its type.
+fn of_file(error: io::Error) -> anyhow::Error {
+    match error.downcast::<InterruptedError>() {
+        Ok(interrupted) => interrupted.into(),
+        Err(error) => error.into(),
+    }
+}
 
 /// A file that is read: one that is a pipe (`<(…)`, `mkfifo`) is waited for, though not for ever.
 struct Input<'a> {
@@ -40,19 +72,31 @@ impl<'a> Input<'a> {
     }
 
     /// Waits until the pipe has something, or its writers have gone.
-    fn wait(&self, path: &Path) -> io::Result<()> {
+    fn wait(
+        &self,
+        path: &Path,
+        times: [Duration; 2],
+        interrupted: Option<&Interrupted>,
+    ) -> io::Result<()> {
         let begun = Instant::now();
-        for (time, is_last) in PIPE_TIMES.into_iter().zip([false, true]) {
-            let left = time.saturating_sub(begun.elapsed());
-            let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
-            if poll(&mut [PollFd::new(&self.file, PollFlags::IN)], Some(&timeout))? > 0 {
-                return Ok(());
+        for (time, is_last) in times.into_iter().zip([false, true]) {
+            loop {
+                check_interrupted(interrupted)?;
+                let left = time.saturating_sub(begun.elapsed());
+                // In steps: a signal may come between the look at its flag and the wait.
+                let timeout = Timespec::try_from(left.min(STEP)).map_err(io::Error::other)?;
+                match poll(&mut [PollFd::new(&self.file, PollFlags::IN)], Some(&timeout)) {
+                    Ok(0) if left.is_zero() => break,
+                    Ok(0) | Err(Errno::INTR) => {}
+                    Ok(_) => return Ok(()),
+                    Err(error) => return Err(error.into()),
+                }
             }
             if !is_last {
                 eprintln!("waiting for somebody to write to {}", path.display());
             }
         }
-        let text = format!("nobody has written to it for {} s", PIPE_TIMES[1].as_secs());
+        let text = format!("nobody has written to it for {} s", times[1].as_secs());
         Err(io::Error::new(io::ErrorKind::TimedOut, text))
     }
 }
@@ -61,7 +105,7 @@ impl Read for Input<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
             if let Some(path) = self.pipe {
-                self.wait(path)?;
+                self.wait(path, PIPE_TIMES, INTERRUPTED.get().map(AsRef::as_ref))?;
             }
             match self.file.read(buffer) {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock && self.pipe.is_some() => {}
@@ -73,9 +117,10 @@ impl Read for Input<'_> {
 
 /// A file's bytes, with one beyond `limit` if it is longer, which tells a file that is too large, whatever its
 /// stated size.
-fn bytes(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
+fn bytes(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let mut bytes = Vec::new();
-    Input::open(path)?.take(limit + 1).read_to_end(&mut bytes)?;
+    let input = Input::open(path)?;
+    input.take(limit + 1).read_to_end(&mut bytes).map_err(of_file)?;
     Ok(bytes)
 }
 
@@ -154,7 +199,7 @@ pub fn write(path: &Path, text: &str) -> Result<()> {
             "{} is not a regular file: nothing was written (name another output)",
             path.display()
         );
-        let mut file = open_for_writing(path).with_context(context)?;
+        let mut file = open_for_writing(path).map_err(of_file).with_context(context)?;
         return file.write_all(text.as_bytes()).with_context(context);
     }
     let directory = match path.parent() {
@@ -185,7 +230,10 @@ fn open_for_writing(path: &Path) -> io::Result<File> {
                 let text = format!("nobody has read from it for {} s", PIPE_TIMES[1].as_secs());
                 return Err(io::Error::new(io::ErrorKind::TimedOut, text));
             }
-            Err(_) => std::thread::sleep(Duration::from_millis(50)),
+            Err(_) => {
+                check_interrupted(INTERRUPTED.get().map(AsRef::as_ref))?;
+                std::thread::sleep(Duration::from_millis(50));
+            }
         }
     }
 }
@@ -223,18 +271,34 @@ mod tests {
 
     use super::*;
 
+    fn pipe(path: &Path) {
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    }
+
+    #[test]
+    fn wait_for_a_pipe_ends_in_time_or_when_interrupted() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pipe");
+        pipe(&path);
+        let input = Input::open(&path).unwrap();
+        // Both ends are open, as a shell has them: it is not at its end, and has nothing.
+        let _writer = File::options().read(true).write(true).open(&path).unwrap();
+        let begun = Instant::now();
+        let times = [Duration::from_millis(1), Duration::from_millis(150)];
+        let error = input.wait(&path, times, None).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(begun.elapsed() >= times[1]);
+        let error = of_file(input.wait(&path, PIPE_TIMES, Some(&true.into())).unwrap_err());
+        let error = error.context("read it");
+        assert!(error.downcast_ref::<InterruptedError>().is_some(), "{error:#}");
+    }
+
     #[test]
     fn pipe_is_read_to_its_end_however_slowly_it_is_written() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("pipe");
-        rustix::fs::mknodat(
-            rustix::fs::CWD,
-            &path,
-            rustix::fs::FileType::Fifo,
-            rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR,
-            0,
-        )
-        .unwrap();
+        pipe(&path);
         let to = path.clone();
         let writer = std::thread::spawn(move || {
             let mut pipe = File::options().write(true).open(to).unwrap();

@@ -129,6 +129,7 @@ pub fn main<P: Program>() -> ExitCode {
             }
         }
     }
+    input::end_waits_with(&interrupted);
     let changes_the_host = program.changes_the_host();
     if changes_the_host {
         output::outlive_reader();

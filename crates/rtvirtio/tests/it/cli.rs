@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use rustix::process::{Pid, Signal, kill_process};
+
 use crate::scratch_disk::{RTVIRTIO, lab, output, rtvirtio, said};
 
 const NOWHERE: &str = "/nonexistent";
@@ -223,6 +225,30 @@ fn rollback_whose_output_nobody_reads_is_done_and_says_so() {
         let text = said(&output);
         assert_eq!(output.status.code(), Some(0), "{text}");
         assert!(text.contains("the exit code says what was done"), "{text}");
+    }
+}
+
+#[test]
+fn wait_for_whoever_writes_to_a_pipe_ends_with_a_signal() {
+    let directory = tempfile::tempdir().unwrap();
+    let plan = directory.path().join("plan");
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mknodat(rustix::fs::CWD, &plan, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    for signal in [Signal::INT, Signal::TERM] {
+        let mut command = std::process::Command::new(RTVIRTIO);
+        command.arg("apply").arg(&plan).env("RTVIRTIO_STATE_DIR", directory.path());
+        let mut waiting = command.stderr(std::process::Stdio::piped()).spawn().unwrap();
+        let mut errors = std::io::BufReader::new(waiting.stderr.take().unwrap());
+        let mut line = String::new();
+        std::io::BufRead::read_line(&mut errors, &mut line).unwrap();
+        assert!(line.starts_with("waiting for somebody to write to "), "{line}");
+        kill_process(Pid::from_child(&waiting), signal).unwrap();
+        let begun = std::time::Instant::now();
+        assert_eq!(waiting.wait().unwrap().code(), Some(130));
+        assert!(begun.elapsed() < std::time::Duration::from_secs(20));
+        let mut rest = String::new();
+        std::io::Read::read_to_string(&mut errors, &mut rest).unwrap();
+        assert_eq!(rest, "interrupted\n");
     }
 }
 
