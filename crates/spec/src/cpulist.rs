@@ -12,7 +12,12 @@ pub fn parse(text: &str) -> Result<Vec<CpuId>, String> {
     if text == "any" {
         return Ok(Vec::new());
     }
-    let number = |text: &str| text.parse().ok().filter(|cpu| *cpu <= MAX_CPU);
+    // `parse` alone would take a sign.
+    let is_digits = |text: &&str| text.bytes().all(|b| b.is_ascii_digit());
+    let number = |text| {
+        let digits = Some(text).filter(is_digits)?;
+        digits.parse().ok().filter(|cpu| *cpu <= MAX_CPU)
+    };
     let mut cpus = Vec::new();
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -38,7 +43,7 @@ mod tests {
         };
         assert_eq!(read("any"), Some(vec![]));
         assert_eq!(read("4,0-2,1"), Some(vec![0, 1, 2, 4]));
-        for wrong in ["", "-", "1-", "2-1", "a", "1024", "0-4294967295", "1,,2"] {
+        for wrong in ["", "-", "1-", "2-1", "a", "1024", "0-4294967295", "1,,2", "+1", "0-+1"] {
             assert_eq!(read(wrong), None, "{wrong}");
         }
     }

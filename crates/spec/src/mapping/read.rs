@@ -243,7 +243,10 @@ fn devices(text: &str) -> Result<Vec<serde_json::Map<String, Value>>, ReadError>
             let mut parts = value.split(',');
             let driver = parts.next().unwrap_or_default();
             let pairs = parts.filter_map(|part| part.split_once('='));
-            let text = |value: &str| value.parse::<u32>().map_or(Value::from(value), Value::from);
+            // `parse` alone would take a sign.
+            let digits = |value: &&str| value.bytes().all(|b| b.is_ascii_digit());
+            let number = |value| Some(value).filter(digits)?.parse::<u32>().ok();
+            let text = |value| number(value).map_or(Value::from(value), Value::from);
             let pairs = pairs.map(|(key, value)| (key.to_owned(), text(value)));
             [("driver".to_owned(), Value::from(driver))].into_iter().chain(pairs).collect()
         });

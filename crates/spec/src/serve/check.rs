@@ -428,7 +428,9 @@ fn checked_mac(text: String) -> Result<[u8; 6], Fault> {
     let mut mac = [0; 6];
     let mut parts = text.split(':');
     for byte in &mut mac {
-        let part = parts.next().filter(|part| part.len() == 2);
+        // Digits alone: a sign would be taken too.
+        let is_hex = |part: &&str| part.bytes().all(|b| b.is_ascii_hexdigit());
+        let part = parts.next().filter(|part| part.len() == 2).filter(is_hex);
         match part.and_then(|part| u8::from_str_radix(part, 16).ok()) {
             Some(value) => *byte = value,
             None => return Err(Fault::BadMac(text)),

@@ -54,6 +54,8 @@ fn network_devices_are_read_with_their_faults() {
         ("12:34:56\"", "12:34\"", 11, "is no address of a device"),
         ("\"52:54", "\"01:54", 11, "is no address of a device"),
         ("\"52:54", "\"5:254", 11, "is no address of a device"),
+        ("\"52:54", "\"+2:54", 11, "is no address of a device"),
+        ("12:34:56\"", "12:34:+6\"", 11, "is no address of a device"),
         ("mtu = 9000", "mtu = 67", 12, "mtu is 67, outside 68 to 65535"),
         ("queues = 2", "queues = 9", 13, "queues is 9, outside 1 to 8"),
         ("max_frames = 50000, max_mbit = 100, ", "", 14, "tx has neither max_frames nor"),
