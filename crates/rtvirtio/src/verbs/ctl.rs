@@ -8,7 +8,7 @@ mod show;
 
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
 use rtvirtio_spec::control::{
     AddIoThread, DeviceState, IoThreadState, Lock, MoveQueue, Moved, PinIoThread, Resize, Resized,
@@ -258,7 +258,13 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
                 print!("{}", to_toml(&configuration)?);
             }
         }
-        Command::Metrics => print!("{}", client.text("/metrics")?),
+        Command::Metrics => {
+            ensure!(
+                !args.json,
+                "--json cannot be used with `ctl metrics`, which prints Prometheus' text format (as JSON: ctl snapshot --json)"
+            );
+            print!("{}", client.text("/metrics")?);
+        }
     }
     Ok(Outcome::Done)
 }

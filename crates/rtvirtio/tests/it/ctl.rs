@@ -377,6 +377,16 @@ fn absent_data_plane_is_named_with_a_hint() {
 }
 
 #[test]
+fn metrics_are_no_json() {
+    let arguments = ["ctl", "--socket", "/nonexistent/s", "metrics", "--json"];
+    let output = rtvirtio(Path::new("/x"), &arguments);
+    let complaint = said(&output);
+    assert_eq!(output.status.code(), Some(1), "{complaint}");
+    assert!(complaint.contains("--json cannot be used with `ctl metrics`"), "{complaint}");
+    assert!(output.stdout.is_empty(), "{complaint}");
+}
+
+#[test]
 fn what_was_shown_to_nobody_failed_and_what_was_changed_was_done() {
     let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
     let policy = r#"{"policy": "static", "cpus": [], "min_iothreads": 1, "max_iothreads": 1, "running": false, "last_decision": 0}"#;
