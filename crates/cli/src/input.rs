@@ -16,7 +16,7 @@ use rtvirtio_spec::plan::{PLAN_VERSION, Plan};
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::specification::{MAX_FILE_BYTES, Specification, parse};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::OFlags;
+use rustix::fs::{AtFlags, OFlags};
 use rustix::io::Errno;
 
 /// Largest plan or profile that is read; 1,000 VMs make a plan of about 3 MB.
@@ -177,39 +177,106 @@ pub fn plan(path: &Path) -> Result<Plan> {
     Ok(plan)
 }
 
+/// Where an output goes.
+enum Output {
+    /// To a regular file, by another one in its directory that takes its place.
+    File(PathBuf),
+    /// Through what is no regular file, and is never replaced: a terminal, a pipe or the like.
+    Stream(PathBuf),
+}
+
+impl Output {
+    /// Where what goes to `path` is written; behind a link, where that leads.
+    fn find(path: &Path) -> Result<Self> {
+        ensure!(path.file_name().is_some(), "{:?} names no file (name another output)", path);
+        let there = match std::fs::symlink_metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            there => Some(there.with_context(|| writing(path))?.file_type()),
+        };
+        match there {
+            Some(kind) if kind.is_symlink() => {
+                let target = std::fs::canonicalize(path)
+                    .with_context(|| format!("{} is a link that leads nowhere", path.display()))?;
+                Self::find(&target)
+            }
+            Some(kind) if !kind.is_file() => {
+                ensure!(
+                    kind.is_char_device() || kind.is_fifo(),
+                    "{} is not a regular file: nothing was written (name another output)",
+                    path.display()
+                );
+                Ok(Self::Stream(path.to_owned()))
+            }
+            Some(_) | None => Ok(Self::File(path.to_owned())),
+        }
+    }
+}
+
+fn writing(path: &Path) -> String {
+    format!("write {}", path.display())
+}
+
+/// The directory of a file.
+fn directory_of(path: &Path) -> &Path {
+    let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+    parent.unwrap_or(Path::new("."))
+}
+
+/// Looks whether [`write`] could write `path`, and makes nothing: what takes long is not to be for nothing.
+///
+/// # Errors
+/// It could not.
+pub fn check_output(path: &Path) -> Result<()> {
+    match Output::find(path)? {
+        Output::File(file) => may_make_files_in(directory_of(&file)).with_context(|| writing(path)),
+        Output::Stream(_) => Ok(()),
+    }
+}
+
+/// As [`check_output`], of an output whose directory will be made if it is not there.
+///
+/// # Errors
+/// The same.
+pub fn check_output_with_directory(path: &Path) -> Result<()> {
+    let directory = directory_of(path);
+    if directory.exists() {
+        return check_output(path);
+    }
+    let above = directory.ancestors().skip(1).map(|above| match above.as_os_str().is_empty() {
+        true => Path::new("."),
+        false => above,
+    });
+    // One that is not to be told from one that is not there will say why.
+    let above = above.into_iter().find(|above| above.exists()).unwrap_or(Path::new("/"));
+    may_make_files_in(above).with_context(|| format!("make {} for the output", directory.display()))
+}
+
+fn may_make_files_in(directory: &Path) -> io::Result<()> {
+    if !std::fs::metadata(directory)?.is_dir() {
+        return Err(Errno::NOTDIR.into());
+    }
+    // Root may write everywhere, but not to what is mounted read-only: the kernel knows both.
+    let access = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
+    Ok(rustix::fs::accessat(rustix::fs::CWD, directory, access, AtFlags::EACCESS)?)
+}
+
 /// Writes a file. A regular file is written whole or not at all: stage, then rename; behind a link, the
 /// file that it leads to. What is none is never replaced: terminals, pipes and the like are written
 /// through, anything else is refused.
 pub fn write(path: &Path, text: &str) -> Result<()> {
     use std::io::Write as _;
-    use std::os::unix::fs::FileTypeExt as _;
-    let context = || format!("write {}", path.display());
-    let there = match std::fs::symlink_metadata(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
-        there => Some(there.with_context(context)?.file_type()),
+    use std::os::unix::fs::PermissionsExt as _;
+    let context = || writing(path);
+    let path = match Output::find(path)? {
+        Output::File(path) => path,
+        Output::Stream(path) => {
+            let mut file = open_for_writing(&path).map_err(of_file).with_context(context)?;
+            return file.write_all(text.as_bytes()).with_context(context);
+        }
     };
-    if there.is_some_and(|kind| kind.is_symlink()) {
-        let target = std::fs::canonicalize(path)
-            .with_context(|| format!("{} is a link that leads nowhere", path.display()))?;
-        return write(&target, text);
-    }
-    if let Some(kind) = there.filter(|kind| !kind.is_file()) {
-        ensure!(
-            kind.is_char_device() || kind.is_fifo(),
-            "{} is not a regular file: nothing was written (name another output)",
-            path.display()
-        );
-        let mut file = open_for_writing(path).map_err(of_file).with_context(context)?;
-        return file.write_all(text.as_bytes()).with_context(context);
-    }
-    let directory = match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
-        _ => PathBuf::from("."),
-    };
-    let mut staged = tempfile::NamedTempFile::new_in(directory).with_context(context)?;
+    let mut staged = tempfile::NamedTempFile::new_in(directory_of(&path)).with_context(context)?;
     staged.write_all(text.as_bytes()).with_context(context)?;
     staged.as_file().sync_all().with_context(context)?;
-    use std::os::unix::fs::PermissionsExt;
     staged.as_file().set_permissions(std::fs::Permissions::from_mode(0o644))?;
     staged.persist(path).with_context(context)?;
     Ok(())
@@ -274,6 +341,39 @@ mod tests {
     fn pipe(path: &Path) {
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
         rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    }
+
+    #[test]
+    fn output_that_cannot_be_written_is_told_before_and_nothing_is_made() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        std::fs::write(at("file"), "before").unwrap();
+        std::os::unix::fs::symlink(at("absent"), at("nowhere")).unwrap();
+        std::os::unix::fs::symlink(at("file"), at("link")).unwrap();
+        pipe(&at("pipe"));
+        for good in ["new", "file", "link", "pipe"] {
+            check_output(&at(good)).unwrap();
+            check_output_with_directory(&at(good)).unwrap();
+        }
+        check_output(Path::new("/dev/null")).unwrap();
+        check_output(Path::new("new.json")).unwrap();
+        check_output_with_directory(&at("a/b/new")).unwrap();
+        for (bad, words) in [
+            ("", "is not a regular file"),
+            ("nowhere", "leads nowhere"),
+            ("a/new", "No such file"),
+            ("file/new", "Not a directory"),
+            ("..", "names no file"),
+        ] {
+            let error = format!("{:#}", check_output(&at(bad)).unwrap_err());
+            assert!(error.contains(words), "{bad}: {error}");
+        }
+        for bad in ["", "nowhere", "file/new", "file/a/new"] {
+            assert!(check_output_with_directory(&at(bad)).is_err(), "{bad}");
+        }
+        assert!(check_output(Path::new("")).is_err());
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 4);
+        assert_eq!(std::fs::read_to_string(at("file")).unwrap(), "before");
     }
 
     #[test]

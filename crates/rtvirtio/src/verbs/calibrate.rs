@@ -104,6 +104,8 @@ fn make_directory(output: &Path) -> Result<()> {
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    // A calibration takes minutes, and what it overwrites is gone: its profile is to have a place.
+    input::check_output_with_directory(&args.output)?;
     let usual = if args.location.is_some() { IN_USE_LIMIT } else { FULL.1 };
     let limit = args.limit.map_or(usual, Duration::from_secs);
     let profile = match (&args.location, &args.device) {

@@ -57,6 +57,10 @@ pub(crate) struct Args {
 }
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
+    if let Some(output) = &args.output {
+        refuse_to_replace(output)?;
+        input::check_output(output)?;
+    }
     let mut session = Session::new(input::host());
     let mut events = session.refresh()?;
     let running: Vec<String> = session.vms().map(|vm| vm.name.clone()).collect();
@@ -94,32 +98,24 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut notes = std::mem::take(&mut site.notes);
     notes.extend(events);
     notes.extend(off.iter().map(|name| format!("VM {name} is switched off: left out")));
+    let text = text(&site, &notes, args.json).inspect_err(|_| {
+        notes.iter().for_each(|note| eprintln!("{note}"));
+    })?;
     if args.json {
         let devices: BTreeMap<_, _> =
             site.specification.devices.iter().map(|d| (d.name.as_str(), &d.path)).collect();
         input::print_json(&serde_json::json!({
-            "specification": to_toml(&site.specification),
+            "specification": text,
             "devices": devices,
             "notes": notes,
             "switched_off": off,
         }))?;
         return Ok(Outcome::Done);
     }
-    if site.specification.vms.is_empty() {
-        notes.iter().for_each(|note| eprintln!("{note}"));
-        bail!("none of the VMs that run here has a disk that rtvirtio can control");
-    }
-    let text = commented(&site.specification, &notes, &site.observed);
-    // What is printed is what `plan` takes.
-    rtvirtio_spec::specification::parse("the specification", &text)
-        .context("a fault of rtvirtio's: please report it with the VMs' command lines")?;
     match &args.output {
         Some(output) => {
-            ensure!(
-                !output.exists(),
-                "{} is there already: move it away, or name another output",
-                output.display()
-            );
+            // Somebody may have made it meanwhile.
+            refuse_to_replace(output)?;
             input::write(output, &text)?;
             notes.iter().for_each(|note| println!("{note}"));
             println!("{}", next_steps(&site, output));
@@ -127,6 +123,31 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         None => print!("{text}"),
     }
     Ok(Outcome::Done)
+}
+
+/// The specification, which `plan` takes; for a program without comments.
+fn text(site: &Site, notes: &[String], for_program: bool) -> Result<String> {
+    ensure!(
+        !site.specification.vms.is_empty(),
+        "none of the VMs that run here has a disk that rtvirtio can control"
+    );
+    let text = match for_program {
+        true => to_toml(&site.specification),
+        false => commented(&site.specification, notes, &site.observed),
+    };
+    rtvirtio_spec::specification::parse("the specification", &text)
+        .context("a fault of rtvirtio's: please report it with the VMs' command lines")?;
+    Ok(text)
+}
+
+/// A specification that somebody has edited is not written over.
+fn refuse_to_replace(output: &Path) -> Result<()> {
+    ensure!(
+        !output.exists(),
+        "{} is there already: move it away, or name another output",
+        output.display()
+    );
+    Ok(())
 }
 
 /// Every wish must be of a VM that runs, and of a disk that it has.
@@ -539,6 +560,16 @@ mod tests {
         assert!(shared["md1"].starts_with("md1 lies on sdb, and so do other VMs' disks on md0"));
         let shared = shared_disks([&first, &second, &plain].into_iter());
         assert_eq!(shared.keys().collect::<Vec<_>>(), ["md0"]);
+    }
+
+    #[test]
+    fn specification_without_a_vm_is_an_error_as_text_and_as_json() {
+        let seen: Seen = [((1, 0), (look("db", 1, &["vda"], None), did(1, 1)))].into();
+        let site = Site::draw(&args(&[]), &seen, &BTreeMap::new(), |leaf| leaf.node());
+        for for_program in [false, true] {
+            let error = text(&site, &site.notes, for_program).unwrap_err().to_string();
+            assert!(error.starts_with("none of the VMs that run here"), "{error}");
+        }
     }
 
     #[test]

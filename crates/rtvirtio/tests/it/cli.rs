@@ -253,6 +253,29 @@ fn wait_for_whoever_writes_to_a_pipe_ends_with_a_signal() {
 }
 
 #[test]
+fn output_that_cannot_be_written_is_refused_before_anything_is_watched() {
+    let directory = tempfile::tempdir().unwrap();
+    let place = directory.path().to_str().unwrap();
+    let there = format!("{place}/there");
+    std::fs::write(&there, "somebody's").unwrap();
+    let below = format!("{there}/profile.json");
+    for (arguments, words) in [
+        (&["init", "--observe", "3600", "-o", &there][..], "is there already"),
+        (&["init", "--observe", "3600", "-o", &format!("{place}/no/site.toml")], "No such file"),
+        (&["calibrate", "--in", place, "--observe", "60", "-o", place], "is not a regular file"),
+        (&["calibrate", "--in", place, "-o", &below], "Not a directory"),
+        (&["calibrate", "/dev/null", "-o", place], "is not a regular file"),
+    ] {
+        let output = rtvirtio(directory.path(), arguments);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {text}");
+        assert!(text.contains(words), "{arguments:?}: {text}");
+    }
+    assert_eq!(std::fs::read_dir(place).unwrap().count(), 1);
+    assert_eq!(std::fs::read_to_string(&there).unwrap(), "somebody's");
+}
+
+#[test]
 fn state_directory_that_depends_on_where_one_is_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let mut command = std::process::Command::new(RTVIRTIO);
