@@ -56,7 +56,9 @@ use rtvirtio_spec::plan::{
     TaskPromise, Unmet,
 };
 use rtvirtio_spec::profile::{DeviceIdentity, Profile, ProfileError, Regime};
-use rtvirtio_spec::settings::{DeviceSettings, IoCost, Knob, Knobs, Scheduler, Settings, diff};
+use rtvirtio_spec::settings::{
+    DeviceSettings, IoCost, Knob, Knobs, Scheduler, Settings, VmSettings, diff,
+};
 use rtvirtio_spec::specification::{Backend, Device, Specification, Task, Vm};
 use rtvirtio_units::{Bytes, Confidence, DeviceName, Nanos, Percentile};
 
@@ -408,15 +410,19 @@ impl<'a> Problem<'a> {
 
     /// The load under `settings`; a VM without settings has the defaults.
     fn load(&self, settings: &DeviceSettings) -> DeviceLoad {
-        let vms = self
-            .vms
-            .iter()
-            .map(|v| VmLoad {
-                streams: v.streams.clone(),
-                settings: settings.vms.get(&v.vm.name).copied().unwrap_or_default(),
-            })
-            .collect();
-        DeviceLoad { scheduler: settings.scheduler, vms }
+        let of_vm = |v: &ProblemVm<'_>| settings.vms.get(&v.vm.name).copied().unwrap_or_default();
+        self.load_in_order(settings.scheduler, self.vms.iter().map(of_vm))
+    }
+
+    /// The load under settings of each VM, in the order of `vms`.
+    fn load_in_order(
+        &self,
+        scheduler: Scheduler,
+        settings: impl Iterator<Item = VmSettings>,
+    ) -> DeviceLoad {
+        let vms = self.vms.iter().zip(settings);
+        let vms = vms.map(|(v, settings)| VmLoad { streams: v.streams.clone(), settings });
+        DeviceLoad { scheduler, vms: vms.collect() }
     }
 
     /// The runs that a bound on so many tasks together has and needs in a regime.
@@ -432,6 +438,8 @@ impl<'a> Problem<'a> {
         together: JointConfidence,
     ) -> Evaluation {
         let situation = self.structural.situation(load);
+        let mut is_victim = vec![false; self.vms.len()];
+        sacrificed_vms.iter().for_each(|&i| is_victim[i] = true);
         let mut promises = Vec::new();
         for (i, v) in self.vms.iter().enumerate() {
             let with_target = match together {
@@ -450,7 +458,7 @@ impl<'a> Problem<'a> {
                     utilisation: situation.utilisation,
                     runs: self.runs(estimate.regime, target.confidence, with_target),
                     tasks: with_target,
-                    is_victim: sacrificed_vms.contains(&i),
+                    is_victim: is_victim[i],
                 };
                 promises.push(TaskPromise {
                     vm: v.vm.name.clone(),

@@ -1,13 +1,14 @@
 //! The local search over one device's settings. See the crate's header.
 
 use std::cmp::Ordering;
+use std::collections::{BTreeMap, BTreeSet};
 
 use rtvirtio_model::{DeviceLoad, Stream};
 use rtvirtio_spec::plan::{BackgroundShare, BindingConstraint, DeviceCost, Reason, TaskPromise};
 use rtvirtio_spec::settings::{
     Bfq, DeviceSettings, Knobs, Limits, Scheduler, Settings, VmSettings, diff,
 };
-use rtvirtio_units::{BytesPerSecond, Nanos, Weight};
+use rtvirtio_units::{BytesPerSecond, Nanos, VmName, Weight};
 
 use crate::{Evaluation, JointConfidence, Model, Problem};
 
@@ -119,10 +120,14 @@ fn unmet_vms<'a>(
     sacrificed_vms: &[usize],
     problem: &'a Problem<'_>,
 ) -> Vec<&'a str> {
-    let is_victim =
-        |name: &str| sacrificed_vms.iter().any(|&i| problem.vms[i].vm.name.as_str() == name);
+    let victims = names(problem, sacrificed_vms);
     let unmet = choice.evaluation.promises.iter().filter(|p| p.unmet.is_some());
-    unmet.map(|p| p.vm.as_str()).filter(|name| !is_victim(name)).collect()
+    unmet.filter(|p| !victims.contains(&p.vm)).map(|p| p.vm.as_str()).collect()
+}
+
+/// The names of these VMs: whether a promise is to one of them is asked for each promise of each candidate.
+fn names<'a>(problem: &Problem<'a>, vms: &[usize]) -> BTreeSet<&'a VmName> {
+    vms.iter().map(|&i| &problem.vms[i].vm.name).collect()
 }
 
 fn local_search(problem: &Problem<'_>, observed: &Knobs, sacrificed_vms: &[usize]) -> Choice {
@@ -191,11 +196,12 @@ fn candidate(
     sacrificed_vms: &[usize],
     scheduler: Scheduler,
 ) -> Choice {
+    let sacrificed: BTreeSet<usize> = sacrificed_vms.iter().copied().collect();
     let capped: Vec<usize> = (0..problem.vms.len())
-        .filter(|i| problem.vms[*i].urgency.is_none() || sacrificed_vms.contains(i))
+        .filter(|i| problem.vms[*i].urgency.is_none() || sacrificed.contains(i))
         .collect();
     let evaluate = |cap: Option<f64>| {
-        let load = problem.load(&settings(problem, scheduler, &capped, cap));
+        let load = problem.load_in_order(scheduler, vm_settings(problem, scheduler, &capped, cap));
         problem.evaluate(&load, sacrificed_vms, JointConfidence::Vm)
     };
     let met =
@@ -208,8 +214,8 @@ fn candidate(
     if may_cap && !capped.is_empty() && (met(&evaluation).contains(&false) || !is_answered) {
         let least = evaluate(Some(MIN_CAP));
         let answered = least.answered();
-        let is_victim =
-            |p: &TaskPromise| sacrificed_vms.iter().any(|&i| problem.vms[i].vm.name == p.vm);
+        let victims = names(problem, sacrificed_vms);
+        let is_victim = |p: &TaskPromise| victims.contains(&p.vm);
         // What the least cap meets stays met. What even that does not meet, or cannot promise for lack
         // of a bound, stays as near to its target as it is there: the background comes last.
         let is_kept = |(now, best): (&TaskPromise, &TaskPromise)| match best.unmet {
@@ -275,9 +281,10 @@ fn worth(
     cap: Option<f64>,
     evaluation: &Evaluation,
 ) -> Score {
+    let urgencies: BTreeMap<&VmName, Option<Nanos>> =
+        problem.vms.iter().map(|v| (&v.vm.name, v.urgency)).collect();
     let mut by_urgency: Vec<_> = evaluation.promises.iter().collect();
-    by_urgency
-        .sort_by_key(|p| problem.vms.iter().find(|v| v.vm.name == p.vm).and_then(|v| v.urgency));
+    by_urgency.sort_by_cached_key(|p| urgencies.get(&p.vm).copied().flatten());
     let settings = settings(problem, scheduler, capped, cap);
     let wanted = Settings([(problem.device.name.clone(), settings)].into()).knobs();
     let throughput = problem.profile.capacity.write_throughput.get() as f64;
@@ -349,9 +356,22 @@ fn settings(
     capped: &[usize],
     cap: Option<f64>,
 ) -> DeviceSettings {
+    let names = problem.vms.iter().map(|v| v.vm.name.clone());
+    let vms = names.zip(vm_settings(problem, scheduler, capped, cap)).collect();
+    DeviceSettings { scheduler, vms }
+}
+
+/// Those of each VM, in the problem's order: candidates need no names, and there are many.
+fn vm_settings(
+    problem: &Problem<'_>,
+    scheduler: Scheduler,
+    capped: &[usize],
+    cap: Option<f64>,
+) -> impl Iterator<Item = VmSettings> {
     let strictest = problem.vms.iter().filter_map(|v| v.urgency).min().unwrap_or(Nanos::ZERO);
-    let vms = problem.vms.iter().enumerate().map(|(i, v)| {
-        let is_capped = capped.contains(&i);
+    problem.vms.iter().enumerate().map(move |(i, v)| {
+        // They are in order.
+        let is_capped = capped.binary_search(&i).is_ok();
         // In proportion to urgency: half the latency, twice the weight.
         let weight = match v.urgency {
             // As it was measured: nobody with a target is held back by another one.
@@ -368,9 +388,8 @@ fn settings(
             Some(cap) if is_capped => Limits::bps(BytesPerSecond::new(cap as u64)),
             _ => Limits::default(),
         };
-        (v.vm.name.clone(), VmSettings { weight, limits })
-    });
-    DeviceSettings { scheduler, vms: vms.collect() }
+        VmSettings { weight, limits }
+    })
 }
 
 /// Limits that leave an undeclared load `cap` in all, whatever it reads or writes: half each way,
