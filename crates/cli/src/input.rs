@@ -222,7 +222,7 @@ fn directory_of(path: &Path) -> &Path {
     parent.unwrap_or(Path::new("."))
 }
 
-/// Looks whether [`write`] could write `path`, and makes nothing: what takes long is not to be for nothing.
+/// Looks whether [`write()`] could write `path`, and makes nothing: what takes long is not to be for nothing.
 ///
 /// # Errors
 /// It could not.

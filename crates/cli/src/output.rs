@@ -5,7 +5,7 @@
 //! macros panic where they cannot print, so this crate has others of the same names in their place:
 //! these keep the first other failure (a full disk, say) for [`failure`], and the verb goes on. What it does on
 //! the host must not depend on whether it can be told: a verb that changes it goes on without a reader too
-//! ([`outlive_reader`]), since half of its work would be left, or all of it under an exit code that denies it.
+//! (`outlive_reader`), since half of its work would be left, or all of it under an exit code that denies it.
 
 use std::any::Any;
 use std::fmt;
