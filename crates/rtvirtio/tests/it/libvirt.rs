@@ -131,9 +131,8 @@ fn histograms(device: &Path) {
     );
     t.define(&t.xml(VM, "<vcpu>1</vcpu>", &[&driver]));
     t.define(&t.xml(BACKGROUND, "<vcpu>1</vcpu>", &[""]));
-    for domain in [VM, BACKGROUND] {
-        t.start(domain);
-    }
+    // Which virsh is asked for.
+    let [vm, background] = [VM, BACKGROUND].map(|domain| t.start(domain).uuid.unwrap());
     let start = Instant::now();
     for domain in [VM, BACKGROUND] {
         let mut agent = Agent::libvirt(domain);
@@ -166,13 +165,13 @@ fn histograms(device: &Path) {
         assert_eq!(BINS.iter().any(|end| end.get() == p50), is_libvirts, "{look}");
     }
     let asked = std::fs::read_to_string(asked).unwrap();
-    let count = |what: &str, domain: &str| {
-        asked.lines().filter(|line| line.contains(what) && line.contains(domain)).count()
+    let count = |what: &str, uuid: &str| {
+        asked.lines().filter(|line| line.contains(what) && line.contains(uuid)).count()
     };
     // Whether libvirt counts is asked once for each disk; then each look asks the one that does.
-    assert!(count("domstats", VM) >= 3 && count("query-blockstats", VM) == 0, "{asked}");
-    assert!(count("domstats", BACKGROUND) == 1, "{asked}");
-    assert!(count("query-blockstats", BACKGROUND) >= 3, "{asked}");
+    assert!(count("domstats", &vm) >= 3 && count("query-blockstats", &vm) == 0, "{asked}");
+    assert!(count("domstats", &background) == 1, "{asked}");
+    assert!(count("query-blockstats", &background) >= 3, "{asked}");
     let mut monitor = Monitor::libvirt(VM);
     let path = monitor.blocks(ENOUGH).unwrap().remove(0).qom_path.unwrap();
     let left = monitor.latency_histograms(&path, ENOUGH).unwrap().read.unwrap();
