@@ -28,6 +28,7 @@ mod frames;
 mod hostile;
 mod moves;
 mod order;
+mod pairs;
 mod ports;
 mod promises;
 mod schedule;

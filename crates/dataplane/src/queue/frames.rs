@@ -1,5 +1,5 @@
 //! Frames of a network device: from the driver to its link, and from there to the driver. The link is a TAP of
-//! the host (`tap`), a socket (`socket`) or a port of a switch (`port`).
+//! the host (`tap`), a socket (`socket`) or a port of a switch (`port_transmit`, `port`).
 //!
 //! A frame is at most 64 KiB and may lie in several of the driver's buffers, which are taken before a frame is
 //! there and given back when the queue stops (`buffers`).
@@ -27,12 +27,14 @@ use crate::switch::{PortReceiver, PortSender};
 
 mod buffers;
 mod port;
+mod port_transmit;
 mod socket;
 mod tap;
 #[cfg(test)]
 mod turns;
 
-use port::{PortReceive, PortTransmit};
+use port::PortReceive;
+use port_transmit::PortTransmit;
 use socket::{SocketReceive, SocketTransmit};
 use tap::{TapReceive, TapTransmit};
 

@@ -27,9 +27,9 @@ pub(super) fn skipped(test: &str, why: impl std::fmt::Display) {
 }
 
 /// A TAP, and a socket that sees and sends its frames from the host's side.
-struct Wire {
-    taps: Vec<Tap>,
-    socket: OwnedFd,
+pub(super) struct Wire {
+    pub(super) taps: Vec<Tap>,
+    pub(super) socket: OwnedFd,
 }
 
 fn checked(result: i32) -> Result<i32, std::io::Error> {
@@ -38,7 +38,7 @@ fn checked(result: i32) -> Result<i32, std::io::Error> {
 
 impl Wire {
     /// In a namespace of the calling thread's own.
-    fn new(queues: u16) -> Result<Self, String> {
+    pub(super) fn new(queues: u16) -> Result<Self, String> {
         // SAFETY: takes an integer.
         checked(unsafe { libc::unshare(libc::CLONE_NEWNET) }).map_err(|e| e.to_string())?;
         let taps = Tap::create("tap0", queues).map_err(|e| e.to_string())?;
@@ -793,61 +793,4 @@ fn frames_keep_their_order_while_queues_of_a_tap_move() {
         });
         keys.into_iter().for_each(|key| drop(pool.stop(key).unwrap()));
     }
-}
-
-/// The kernel chooses a queue by the hash of a flow that the guest has not sent anything of.
-#[test]
-fn frames_of_a_tap_go_to_queues_that_are_served() {
-    let wire = match Wire::new(4) {
-        Ok(wire) => wire,
-        Err(why) => return skipped("frames_of_a_tap_go_to_queues_that_are_served", why),
-    };
-    let Wire { taps, socket } = wire;
-    let nic = nic(taps, ALL);
-    let wire = Wire { taps: Vec::new(), socket };
-    let Link::Taps(taps) = nic.attached() else { panic!("no TAPs") };
-    // SAFETY: all zeroes are a value of this.
-    let mut address: libc::sockaddr_ll = unsafe { std::mem::zeroed() };
-    (address.sll_family, address.sll_protocol) = (libc::AF_PACKET as u16, 0x0800_u16.to_be());
-    // SAFETY: a string of C's.
-    address.sll_ifindex = unsafe { libc::if_nametoindex(c"tap0".as_ptr()) } as i32;
-    // How many of 64 flows come by each queue.
-    let spread = || {
-        for flow in 0..64 {
-            // UDP over IPv4.
-            let mut frame = frame(0, 60);
-            (frame[12], frame[13], frame[14], frame[17], frame[23]) = (8, 0, 0x45, 46, 17);
-            (frame[35], frame[39]) = (flow, 26);
-            // SAFETY: a frame and an address of these lengths.
-            let sent = unsafe {
-                let length = std::mem::size_of_val(&address) as libc::socklen_t;
-                let to = (&raw const address).cast();
-                libc::sendto(wire.socket.as_raw_fd(), frame.as_ptr().cast(), 60, 0, to, length)
-            };
-            assert_eq!(sent, 60);
-        }
-        std::thread::sleep(Duration::from_millis(50));
-        let mut space = vec![0; 2048];
-        taps.iter()
-            .map(|tap| {
-                let part = [rtvirtio_virtq::Segment::new(space.as_mut_ptr(), space.len())];
-                // SAFETY: the space is this test's own.
-                std::iter::from_fn(|| unsafe { tap.receive(&part) }.ok()).count()
-            })
-            .collect::<Vec<_>>()
-    };
-    let is_even = |counts: &[usize]| counts.iter().all(|&count| (1..64).contains(&count));
-    assert!(is_even(&spread()), "the kernel does not spread these flows");
-    for (index, is_served) in [(0, true), (1, true), (2, false)] {
-        nic.serves(index, is_served);
-    }
-    assert_eq!(spread(), [64, 0, 0, 0]);
-    nic.serves(4, true);
-    let counts = spread();
-    assert!(is_even(&[counts[0], counts[2]]) && counts[1] + counts[3] == 0, "{counts:?}");
-    // Twice the same changes nothing, and who has gone leaves all as they were.
-    for (index, is_served) in [(4, true), (0, false), (4, false), (4, false)] {
-        nic.serves(index, is_served);
-    }
-    assert!(is_even(&spread()));
 }
