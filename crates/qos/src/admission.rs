@@ -30,6 +30,8 @@
 //! - `wish_that_is_refused_does_not_count`;
 //! - `fit_grows_worse_with_each_further_promise`.
 
+use std::cell::LazyCell;
+
 use rtvirtio_units::{Iops, Nanos, Percentile};
 
 use crate::{Device, Kind, MAX_TRANSFER, PAGE, Promise};
@@ -257,6 +259,11 @@ impl Curve {
         (with, wishes): (Sum, &[Wish]),
     ) -> Vec<Option<Refusal>> {
         let usable = USABLE * f64::from(self.device.channels.max(1));
+        // One answer for all of them, as they are asked for together: there may be thousands of promises.
+        let broken = LazyCell::new(|| {
+            let broken = |&(vm, wish): &(usize, &Wish)| self.outlook(wish, &with).broken(wish, vm);
+            promised.iter().find_map(broken)
+        });
         let refusal = |wish: &Wish| {
             if with.channels > usable {
                 let wanted = with.channels - sum.channels;
@@ -264,11 +271,7 @@ impl Curve {
                 let needed = with.channels / usable * USABLE;
                 return Some(Refusal::Overload { needed, most });
             }
-            self.outlook(wish, &with).refusal(wish).or_else(|| {
-                let broken =
-                    |&(vm, wish): &(usize, &Wish)| self.outlook(wish, &with).broken(wish, vm);
-                promised.iter().find_map(broken)
-            })
+            self.outlook(wish, &with).refusal(wish).or_else(|| *broken)
         };
         wishes.iter().map(refusal).collect()
     }
@@ -465,6 +468,18 @@ mod tests {
         let refusal = reference().refusal(&[&too_much], &small);
         assert!(matches!(refusal, Some(Refusal::Overload { most: 0.0, .. })), "{refusal:?}");
         assert_eq!(reference().refusal(&[&too_much[..6]], &small), None);
+    }
+
+    #[test]
+    fn promise_that_would_be_broken_is_named_for_each_wish() {
+        let mut first = wish(4, 500.0, 10_000);
+        first.promise.deadline = alone(&[first])[0].least.scale(1.01);
+        let many = vec![wish(4, 1_500.0, 10_000); 6];
+        assert!(alone(&many).iter().all(|fit| fit.refusal.is_none()));
+        let of_many = &reference().admit(&[vec![first], many])[1];
+        let expected = Some(Refusal::Other { vm: 0, broken: Broken::Deadline });
+        let refusals: Vec<_> = of_many.iter().map(|fit| fit.refusal).collect();
+        assert_eq!(refusals, [expected; 6]);
     }
 
     #[test]

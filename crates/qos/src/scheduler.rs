@@ -26,6 +26,8 @@ const VTIME_SCALE: u64 = 1024;
 /// weight 1 gets here in 6 days. No tag is more than one request's cost beyond the clock, so tags stay far
 /// below the end of their range, where all of them would be equal.
 const SET_BACK: u64 = 1 << 62;
+/// How long requests within a promise may keep the others of their flow waiting, with which they share its limit.
+const MAX_LIMITED_NS: u64 = 1_000_000_000;
 
 /// Names a flow.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -170,6 +172,10 @@ struct Flow {
     limit: Option<Pace>,
     /// The limit's virtual clock, ns.
     clock: u64,
+    /// The same of the requests alone that are not promised.
+    clock_of_others: u64,
+    /// When one of these was last started, or the flow last began to wait.
+    served_at: u64,
     /// Fair queueing's tag of its next request.
     start: u64,
     classes: Vec<u32>,
@@ -177,6 +183,18 @@ struct Flow {
     running: usize,
     /// Nobody has it any more.
     leaving: bool,
+}
+
+impl Flow {
+    /// When its limit lets a request that is not promised start. What is promised goes by the same limit and is not held by
+    /// it: where that is more than the limit, the others have one request in [`MAX_LIMITED_NS`].
+    fn due(&self) -> u64 {
+        if self.limit.is_none() {
+            return 0;
+        }
+        let longest = self.served_at.saturating_add(MAX_LIMITED_NS);
+        self.clock.min(longest.max(self.clock_of_others))
+    }
 }
 
 /// Decides what one device gets next.
@@ -244,6 +262,8 @@ impl Scheduler {
             weight: u64::from(share.weight.get()),
             limit: share.limit.map(Pace::of),
             clock: 0,
+            clock_of_others: 0,
+            served_at: 0,
             start: 0,
             classes: Vec::new(),
             pending: 0,
@@ -316,11 +336,9 @@ impl Scheduler {
             self.rank(class.0, arrived);
         }
         if first_of_flow {
-            if self.fair.is_empty() {
-                self.waits_since = arrived;
-            }
             let Some(Some(flow)) = self.flows.get_mut(of as usize) else { return false };
             flow.start = flow.start.max(self.virtual_time);
+            flow.served_at = arrived;
             self.queue_flow(of, arrived);
         }
         true
@@ -636,11 +654,14 @@ impl Scheduler {
         if flow.pending == 0 {
             self.fair.remove(id);
             self.limited.remove(id);
-        } else if flow.limit.is_some() && flow.clock > now {
+        } else if flow.due() > now {
             self.fair.remove(id);
-            self.limited.set(id, flow.clock);
+            self.limited.set(id, flow.due());
         } else {
             self.limited.remove(id);
+            if self.fair.is_empty() {
+                self.waits_since = now;
+            }
             self.fair.set(id, flow.start);
         }
     }
@@ -679,11 +700,13 @@ impl Scheduler {
 
     fn start_background(&mut self, id: u32, now: u64) -> Option<Started> {
         let flow = self.flows[id as usize].as_ref()?;
-        // Of its classes, the one whose head should end first.
+        // Of its classes, the one whose head should end first. What exceeds a promise takes its turn with what has none:
+        // ahead of it, a class that always exceeds its rate would let the others of its flow have nothing.
         let urgency = |&class: &u32| {
             let class = self.classes[class as usize].as_ref()?;
             let arrived = class.queue.front()?.arrived;
-            Some((class.head().map_or(u64::MAX, |(_, deadline)| deadline), arrived))
+            let head = class.head().filter(|(eligible, _)| *eligible <= now);
+            Some((head.map_or(u64::MAX, |(_, deadline)| deadline), arrived))
         };
         let class = *flow
             .classes
@@ -710,8 +733,16 @@ impl Scheduler {
         flow.pending -= 1;
         flow.running += 1;
         if let Some(limit) = flow.limit {
-            let clock = resumed(flow.clock, limit.burst, arrived.max(now));
-            flow.clock = clock.saturating_add(limit.step(bytes));
+            let step = limit.step(bytes);
+            let next = |clock| resumed(clock, limit.burst, arrived.max(now)).saturating_add(step);
+            flow.clock = next(flow.clock);
+            if promised {
+                // What exceeds the limit for long is not made up for afterwards.
+                flow.clock = flow.clock.min(now.saturating_add(MAX_LIMITED_NS));
+            } else {
+                flow.clock_of_others = next(flow.clock_of_others);
+                flow.served_at = now;
+            }
         }
         if !promised {
             flow.start = flow.start.saturating_add(cost.saturating_mul(VTIME_SCALE) / flow.weight);

@@ -1,6 +1,7 @@
 //! The properties that the header of the room states.
 
 mod demand;
+mod flows;
 mod world;
 
 use proptest::prelude::*;

@@ -40,6 +40,7 @@ impl Scheduler {
         if limit != of.limit {
             of.limit = limit;
             of.clock = of.clock.min(now);
+            of.clock_of_others = of.clock_of_others.min(now);
             // What the old limit kept from it is not made up for.
             of.start = of.start.max(self.virtual_time);
         }

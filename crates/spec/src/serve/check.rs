@@ -260,6 +260,15 @@ impl Nic {
         [&self.socket].into_iter().chain(local)
     }
 
+    /// The socket that it connects to.
+    #[must_use]
+    pub fn stream(&self) -> Option<&PathBuf> {
+        match &self.link {
+            NicLink::Stream(path) => Some(path),
+            _ => None,
+        }
+    }
+
     pub(super) fn located(
         raw: wire::Nic,
         iothreads: &[IoThread],

@@ -120,6 +120,14 @@ pub enum Fault {
     /// A datagram socket whose frames would come back.
     #[error("local and remote are the same socket")]
     OwnPeer,
+    /// A stream whose peer would be this data plane.
+    #[error("{} is the socket of {other} of this data plane", Quoted(&socket.to_string_lossy()))]
+    OwnSocket {
+        /// The socket.
+        socket: PathBuf,
+        /// Whose it is.
+        other: String,
+    },
     /// A key of devices in a network, of one on a TAP.
     #[error("this is of a nic in a network, and not of others")]
     OfNetwork,
@@ -172,6 +180,16 @@ pub enum Fault {
     /// A promise of which a part is missing.
     #[error("a promise has deadline_us and one of iops and bandwidth")]
     HalfPromise,
+    /// More is promised than the limit lets through.
+    #[error("what is promised, {promised}, is more than {key} lets through, {limit}")]
+    PromiseBeyondLimit {
+        /// Of the limit.
+        key: &'static str,
+        /// What the disk and its tasks are promised together.
+        promised: u64,
+        /// The limit.
+        limit: u64,
+    },
     /// Too many of them.
     #[error("{0} tasks of a disk, more than {MAX_TASKS}")]
     TooManyTasks(usize),
@@ -337,6 +355,11 @@ impl Fault {
                 "write tap = \"tap0\", or network = \"lan\" with a [[network]] of that name"
                     .to_owned()
             }
+            Self::OwnSocket { .. } => {
+                "name the socket of the program that the frames go to (QEMU, passt, libkrun); devices of one data plane \
+                 meet in a [[network]]"
+                    .to_owned()
+            }
             Self::OwnPeer => {
                 "let remote be the socket that the peer binds, and local one for this nic alone"
                     .to_owned()
@@ -369,6 +392,9 @@ impl Fault {
             ),
             Self::HalfPromise => {
                 "write deadline_us = 10000, iops = 1500, or none of a promise's keys".to_owned()
+            }
+            Self::PromiseBeyondLimit { key, promised, .. } => {
+                format!("write {key} = {promised}, leave it out, or promise less")
             }
             Self::TooManyTasks(_) => format!("keep at most {MAX_TASKS}"),
             Self::DuplicateTask(_) => "remove one, or give it another ioprio".to_owned(),

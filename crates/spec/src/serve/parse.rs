@@ -164,6 +164,12 @@ pub fn parse(file: &str, text: &str) -> Result<Configuration, ServeError> {
             checked.map_err(|(keys, fault)| fail(subject, place.of("nic", index, keys), fault))?,
         );
     }
+    for (index, nic) in nics.iter().enumerate() {
+        let own = unique.socket_of_peer(nic);
+        own.map_err(|(keys, fault)| {
+            fail(Subject::Nic(nic.name.clone()), place.of("nic", index, keys), fault)
+        })?;
+    }
     if admit_all(&nics, &devices).is_err() {
         // The first with which it does not fit.
         for (index, nic) in nics.iter().enumerate() {
@@ -227,6 +233,18 @@ impl Unique {
             return Err((&["dgram", "local"], Fault::DuplicateSocket { socket, other }));
         }
         Ok(nic)
+    }
+
+    /// Whether the peer that a network device connects to is somebody else's: asked when all sockets are known.
+    fn socket_of_peer(&self, nic: &Nic) -> Result<(), Misplaced> {
+        let Some(socket) = nic.stream() else { return Ok(()) };
+        match self.sockets.get(&Listen::Path(socket.clone())) {
+            Some(other) => {
+                let (socket, other) = (socket.clone(), other.clone());
+                Err((&["stream"], Fault::OwnSocket { socket, other }))
+            }
+            None => Ok(()),
+        }
     }
 }
 

@@ -128,6 +128,28 @@ fn promise(
     }
 }
 
+/// Whether a limit lets through what is promised within it: the data plane keeps promises, and would break the limit.
+fn check_limit<'a>(
+    limit: &Rate,
+    promises: impl Iterator<Item = &'a Promise> + Clone,
+) -> Result<(), Fault> {
+    let iops =
+        promises.clone().filter_map(|promise| promise.rate.iops).map(|iops| iops.get() as u64);
+    let bytes = promises.filter_map(|promise| promise.rate.bandwidth).map(|rate| rate.get());
+    let iops = iops.fold(0, u64::saturating_add);
+    let bytes = bytes.fold(0, u64::saturating_add);
+    let limits = [
+        ("max_iops", iops, limit.iops.map(|iops| iops.get() as u64)),
+        ("max_bandwidth", bytes, limit.bandwidth.map(|rate| rate.get())),
+    ];
+    for (key, promised, limit) in limits {
+        if let Some(limit) = limit.filter(|&limit| promised > limit) {
+            return Err(Fault::PromiseBeyondLimit { key, promised, limit });
+        }
+    }
+    Ok(())
+}
+
 impl Schedule {
     /// Checks one.
     ///
@@ -185,6 +207,9 @@ impl Qos {
             ("max_bandwidth", raw.max_bandwidth),
             ("max_burst", raw.max_burst),
         )?;
+        if let Some(limit) = &limit {
+            check_limit(limit, own.iter().chain(tasks.iter().map(|task| &task.promise)))?;
+        }
         let found = u64::from(weight);
         let weight = Weight::new(weight).map_err(|_| Fault::OutOfRange {
             key: "weight",

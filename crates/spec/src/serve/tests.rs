@@ -405,11 +405,11 @@ fn qos_as_large_as_it_may_be_is_written_and_read_back_and_larger_is_refused() {
         Qos::new(serde_json::from_value(raw).unwrap())
     };
     let (iops, bytes) = (100_000_000, i64::MAX as u64);
-    let largest = qos(iops, iops, bytes, iops).unwrap();
+    let largest = qos(iops - 1, iops, bytes, 1).unwrap();
     let rate = &largest.promise.as_ref().unwrap().rate;
-    assert_eq!(rate.iops.unwrap().get(), 1e8);
+    assert_eq!(rate.iops.unwrap().get(), 1e8 - 1.0);
     assert_eq!(largest.limit.as_ref().unwrap().iops.unwrap().get(), 1e8);
-    assert_eq!(largest.tasks[0].promise.rate.iops.unwrap().get(), 1e8);
+    assert_eq!(largest.tasks[0].promise.rate.iops.unwrap().get(), 1.0);
     let text = toml::to_string(&wire::Qos::from(&largest)).unwrap();
     assert_eq!(Qos::new(toml::from_str(&text).unwrap()).unwrap(), largest);
     for (refused, key) in [
@@ -422,6 +422,34 @@ fn qos_as_large_as_it_may_be_is_written_and_read_back_and_larger_is_refused() {
             Err(Fault::OutOfRange { key: found, .. }) => assert_eq!(found, key),
             other => panic!("{key}: {other:?}"),
         }
+    }
+}
+
+#[test]
+fn promise_beyond_its_own_limit_is_refused() {
+    let qos = |more: serde_json::Value| {
+        let mut raw = serde_json::json!({ "schedule": "d", "deadline_us": 1000, "iops": 300 });
+        raw.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        Qos::new(serde_json::from_value(raw).unwrap())
+    };
+    let task = serde_json::json!([{ "ioprio": "rt/0", "deadline_us": 1000, "iops": 300 }]);
+    for fits in [
+        serde_json::json!({ "max_iops": 300 }),
+        serde_json::json!({ "max_iops": 600, "tasks": task }),
+        serde_json::json!({ "max_bandwidth": 4096, "tasks": task }),
+    ] {
+        assert!(qos(fits.clone()).is_ok(), "{fits}");
+    }
+    for (more, words) in [
+        (serde_json::json!({ "max_iops": 299 }), "300, is more than max_iops lets through, 299"),
+        (serde_json::json!({ "max_iops": 599, "tasks": task }), "600, is more than max_iops"),
+        (
+            serde_json::json!({ "bandwidth": 8192, "max_bandwidth": 4096 }),
+            "8192, is more than max_bandwidth",
+        ),
+    ] {
+        let fault = qos(more.clone()).unwrap_err();
+        assert!(fault.to_string().contains(words), "{more}: {fault}");
     }
 }
 
