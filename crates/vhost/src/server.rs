@@ -31,7 +31,7 @@ mod listener;
 
 pub use clients::CLIENTS_MAX;
 use clients::Clients;
-pub use listener::{Bound, ListenError, Listener, bind, is_answered};
+pub use listener::{Bound, ListenError, Listener, bind, bind_to, is_answered};
 
 /// A session's thread handles messages and sets up rings: it needs little stack.
 const STACK: usize = 256 << 10;

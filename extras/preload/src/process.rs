@@ -120,6 +120,7 @@ extern "C" fn constructor() {
     }
     let Ok(tokens) = Tokens::apart() else { return };
     thread::prepare();
+    slots::own();
     // SAFETY: a function for the children.
     if unsafe { pthread_atfork(None, None, Some(forked)) } == 0 {
         open(Shared { settings, tokens: Arc::new(tokens) });

@@ -40,8 +40,9 @@ use crate::short::{Call, Direction};
 use crate::signals::Signals;
 use crate::thread::Thread;
 
-/// How long the data plane may take to answer a process that connects.
-const ANSWER: Duration = Duration::from_secs(1);
+/// How long the data plane may take to answer a process that connects: longer than it waits for the image's lock, which the
+/// requests of a server that was killed hold for a moment.
+const ANSWER: Duration = Duration::from_secs(3);
 /// How often who sleeps looks whether the data plane is still there.
 const ALIVE: Duration = Duration::from_millis(100);
 /// The same of who spins without end, in looks.
@@ -61,6 +62,14 @@ static SOCKET: AtomicI32 = AtomicI32::new(-1);
 static SOCKET_DEVICE: AtomicU64 = AtomicU64::new(0);
 static SOCKET_INODE: AtomicU64 = AtomicU64::new(0);
 
+/// The process that may connect: the one that has loaded the library, or a child that fork(3) has made of it.
+static OWNER: AtomicI32 = AtomicI32::new(0);
+
+/// Notes the calling process as the one that may connect.
+pub(crate) fn own() {
+    OWNER.store(rustix::process::getpid().as_raw_nonzero().get(), Ordering::Relaxed);
+}
+
 /// Where a connection lies: on the page that a forked child gets as zeroes.
 pub(crate) struct Place {
     state: AtomicU32,
@@ -72,9 +81,8 @@ pub(crate) struct Place {
 pub(crate) struct Connection {
     memory: SlotMemory,
     offer: Offer,
-    socket: RawFd,
-    /// What the socket is.
-    identity: (u64, u64),
+    /// `None` in tests.
+    socket: Option<Apart>,
     /// The data plane's process; 0: it cannot be seen from here.
     poller: libc::pid_t,
 }
@@ -108,6 +116,11 @@ impl Place {
 
     /// Connects, unless a thread is at it.
     fn connect(&self, address: &SocketAddrUnix) -> Option<()> {
+        // A child by vfork has its parent's memory and descriptors of its own: the connection would be the parent's, and end with
+        // the child.
+        if OWNER.load(Ordering::Relaxed) != rustix::process::getpid().as_raw_nonzero().get() {
+            return None;
+        }
         // A handler that jumps away would leave it half done, and so would the end of the thread, if it is
         // cancelled: the C library's close(2), for one, looks.
         let _blocked = Signals::block();
@@ -160,6 +173,7 @@ impl Drop for Uncancelled {
 
 /// In a forked child: lets go of its copy of the parent's socket.
 pub(crate) fn forked() {
+    own();
     let number = SOCKET.swap(-1, Ordering::Relaxed);
     let parents = (SOCKET_DEVICE.load(Ordering::Relaxed), SOCKET_INODE.load(Ordering::Relaxed));
     if number >= 0 && identity(number) == Some(parents) {
@@ -175,15 +189,49 @@ fn identity(number: RawFd) -> Option<(u64, u64)> {
     Some((status.st_dev, status.st_ino))
 }
 
+/// The process's socket under its high number: closed when dropped, unless the program has put something else there.
+struct Apart {
+    number: RawFd,
+    identity: (u64, u64),
+}
+
+impl Apart {
+    /// From here on a forked child lets go of it. Made before anything is waited for: a low number is the program's to close
+    /// and to reuse at any time.
+    fn new() -> Option<Self> {
+        let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+        let low = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None).ok()?;
+        let most = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+        let number = APART.min(most / 2) as RawFd;
+        let number = rustix::io::fcntl_dupfd_cloexec(&low, number).ok()?.into_raw_fd();
+        let identity = identity(number)?;
+        SOCKET_DEVICE.store(identity.0, Ordering::Relaxed);
+        SOCKET_INODE.store(identity.1, Ordering::Relaxed);
+        SOCKET.store(number, Ordering::Relaxed);
+        Some(Self { number, identity })
+    }
+}
+
+impl AsFd for Apart {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the number is the library's own; if the program changes that, a stranger is asked, and refuses.
+        unsafe { BorrowedFd::borrow_raw(self.number) }
+    }
+}
+
+impl Drop for Apart {
+    fn drop(&mut self) {
+        SOCKET.store(-1, Ordering::Relaxed);
+        if identity(self.number) == Some(self.identity) {
+            // SAFETY: it is still the one that was made here.
+            unsafe { rustix::io::close(self.number) };
+        }
+    }
+}
+
 impl Connection {
     fn new(address: &SocketAddrUnix) -> Option<Self> {
-        let socket = rustix::net::socket_with(
-            AddressFamily::UNIX,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC,
-            None,
-        )
-        .ok()?;
+        let socket = Apart::new()?;
         for direction in [sockopt::Timeout::Recv, sockopt::Timeout::Send] {
             sockopt::set_socket_timeout(&socket, direction, Some(ANSWER)).ok()?;
         }
@@ -192,14 +240,7 @@ impl Connection {
         let memory = SlotMemory::map(memory).ok()?;
         memory.keep_from_children().ok()?;
         let poller = peer(&socket);
-        let most = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-        let number = APART.min(most / 2) as RawFd;
-        let socket = rustix::io::fcntl_dupfd_cloexec(&socket, number).ok()?.into_raw_fd();
-        let identity = identity(socket)?;
-        SOCKET_DEVICE.store(identity.0, Ordering::Relaxed);
-        SOCKET_INODE.store(identity.1, Ordering::Relaxed);
-        SOCKET.store(socket, Ordering::Relaxed);
-        Some(Self { memory, offer, socket, identity, poller })
+        Some(Self { memory, offer, socket: Some(socket), poller })
     }
 
     /// Whether a call can go by a slot: on that disk, in a way in which the plain call would do it, too.
@@ -303,10 +344,9 @@ impl Connection {
         if self.memory.slots().has_ended() {
             return true;
         }
-        if identity(self.socket) == Some(self.identity) {
-            // SAFETY: the number is the connection's own; if that changes now, a stranger is asked.
-            let socket = unsafe { BorrowedFd::borrow_raw(self.socket) };
-            let mut state = [PollFd::from_borrowed_fd(socket, PollFlags::empty())];
+        let socket = self.socket.as_ref();
+        if let Some(socket) = socket.filter(|own| identity(own.number) == Some(own.identity)) {
+            let mut state = [PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::empty())];
             let now = Timespec { tv_sec: 0, tv_nsec: 0 };
             let over = PollFlags::HUP | PollFlags::ERR;
             // It hangs up when it has drained what it had, or dies.
@@ -345,7 +385,7 @@ unsafe fn copy(call: &Call, data: NonNull<u8>, answered: Option<u32>) -> Option<
 }
 
 /// The offer and the memory's descriptor.
-fn receive(socket: &OwnedFd) -> Option<(Offer, OwnedFd)> {
+fn receive(socket: &Apart) -> Option<(Offer, OwnedFd)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut bytes = [0; Offer::BYTES];
@@ -361,7 +401,7 @@ fn receive(socket: &OwnedFd) -> Option<(Offer, OwnedFd)> {
 }
 
 /// The process at the other end; 0: it cannot be seen from here.
-fn peer(socket: &OwnedFd) -> libc::pid_t {
+fn peer(socket: &Apart) -> libc::pid_t {
     let mut peer = libc::ucred { pid: 0, uid: 0, gid: 0 };
     let mut length = size_of::<libc::ucred>() as libc::socklen_t;
     // Not rustix's: its type has no room for the 0 of a process in another PID name space.
@@ -392,7 +432,7 @@ mod tests {
     fn connection(read_only: bool) -> Connection {
         let (memory, _) = SlotMemory::create().unwrap();
         let offer = Offer { file: DISK, read_only, block: 512 };
-        Connection { memory, offer, socket: -1, identity: (0, 0), poller: 0 }
+        Connection { memory, offer, socket: None, poller: 0 }
     }
 
     fn call(direction: Direction, at: usize, bytes: usize, offset: i64) -> Call {

@@ -135,6 +135,8 @@ pub(super) struct View {
     pub(super) default: Option<IoThreadName>,
     /// The number that a further IOThread would get.
     pub(super) next_worker: u32,
+    /// No device of it has this number or a higher one.
+    next_device: u32,
     /// Numbers of the IOThreads and devices, in the snapshot's order; network devices behind the others.
     workers: Vec<u32>,
     devices: Vec<u32>,
@@ -255,6 +257,7 @@ impl Views {
             text,
             default: self.default.as_ref().map(|default| default.iothread.clone()),
             next_worker: self.workers.next,
+            next_device: self.devices.next,
             device_places: devices.iter().copied().zip(0..).collect(),
             workers,
             devices,
@@ -283,7 +286,8 @@ impl Views {
         let default = self.default.as_mut()?;
         let new = view.devices().filter(|(number, _)| *number >= default.from);
         let new = new.map(|(_, device)| device.name()).collect();
-        default.from = self.devices.next;
+        // Another reader may have had a later view in the meantime: what is in that alone is new yet.
+        default.from = default.from.max(view.next_device);
         Some((new, default.iothread.clone()))
     }
 }
@@ -453,8 +457,11 @@ pub(super) mod tests {
         assert_eq!(views.take_new(&view), Some((vec![], name("b"))));
         let view = views.take(text(&["a", "b"], &[("w", &["a"]), ("x", &["a"])]));
         assert_eq!(view.default, Some(name("b")));
+        // Another reader has the next view before what is new in this one is taken.
+        let later = views.take(text(&["a", "b"], &[("v", &["a"]), ("w", &["a"]), ("x", &["a"])]));
         assert_eq!(views.take_new(&view), Some((vec![device("w")], name("b"))));
         assert_eq!(views.take_new(&view), Some((vec![], name("b"))));
+        assert_eq!(views.take_new(&later), Some((vec![device("v")], name("b"))));
         // It goes with its IOThread.
         assert_eq!(views.take(text(&["a"], &[])).default, None);
     }

@@ -125,7 +125,8 @@ pub(super) struct Image {
     /// asks for it, as on XFS with reflinks. Parts of it are written by a helper thread, which reads the rest.
     unit: u32,
     /// Held by whoever does that: two writes may be of one unit. Disks that share a file have no unit in common
-    /// ([`crate::Engine::written_block`]).
+    /// ([`crate::Engine::written_block`]). Writes of whole units do not wait for it: a guest that has one of these and a write
+    /// of a part of the same unit in flight at once may find all of the unit as either of the two leaves it.
     rewriting: Mutex<()>,
     /// What direct I/O asks of addresses in memory; 1 without.
     memory_alignment: u32,

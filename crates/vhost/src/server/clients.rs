@@ -81,7 +81,9 @@ impl Socket for Clients {
         let mut running = lock(&self.running);
         running.closed = true;
         for stream in running.clients.iter().filter_map(|client| client.stream.upgrade()) {
-            let _ = stream.shutdown(Shutdown::Both);
+            // Its thread hears of it. The client must not yet: to that, the end of the connection says that nothing
+            // of its own is in flight any more.
+            let _ = stream.shutdown(Shutdown::Read);
         }
     }
 

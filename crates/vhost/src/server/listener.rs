@@ -66,8 +66,11 @@ pub fn bind(path: &Path, mode: u32, kind: SocketType) -> Result<(OwnedFd, Bound)
     Ok((socket, Bound::at(path)?))
 }
 
-/// Whatever the umask.
-fn bind_to(socket: &OwnedFd, address: &SocketAddrUnix) -> Result<(), Errno> {
+/// Binds a socket whose file has the socket's mode, whatever the umask takes of it.
+///
+/// # Errors
+/// The kernel's.
+pub fn bind_to(socket: &OwnedFd, address: &SocketAddrUnix) -> Result<(), Errno> {
     let umask = rustix::process::umask(Mode::empty());
     let bound = rustix::net::bind(socket, address);
     rustix::process::umask(umask);

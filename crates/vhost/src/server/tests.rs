@@ -1,9 +1,10 @@
 use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt as _;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::mpsc;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::VhostBackend as _;
 use vhost::vhost_user::Frontend;
 
@@ -286,4 +287,33 @@ fn path_that_leads_elsewhere_by_now_is_left_alone() {
     drop(other);
     let refused = UnixStream::connect(&path).unwrap_err().kind();
     assert_eq!(refused, ErrorKind::ConnectionRefused);
+}
+
+/// A client takes the end of its connection for the end of its requests, and may ask for them in another way.
+#[test]
+fn client_hears_of_the_end_when_what_it_has_in_flight_has_ended() {
+    let rig = Rig::new();
+    let listener = Listener::bind(&rig.path(), 0o660).unwrap();
+    let (said, hears) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    let released = Mutex::new(released);
+    let serve = move |stream: &UnixStream, _| {
+        let mut state = [PollFd::new(stream, PollFlags::IN)];
+        poll(&mut state, None).unwrap();
+        said.send(()).unwrap();
+        // Its requests end.
+        lock(&released).recv().unwrap();
+    };
+    let id = rig.server.add_clients(listener, serve).unwrap();
+    let client = UnixStream::connect(rig.path()).unwrap();
+    let has_ended = |wait| {
+        let mut state = [PollFd::new(&client, PollFlags::empty())];
+        poll(&mut state, Some(&wait)).unwrap() == 1
+    };
+    wait_until(|| rig.server.is_connected(id));
+    rig.server.shut_down();
+    hears.recv_timeout(Duration::from_secs(20)).unwrap();
+    assert!(!has_ended(Timespec { tv_sec: 0, tv_nsec: 50_000_000 }));
+    release.send(()).unwrap();
+    assert!(has_ended(Timespec { tv_sec: 20, tv_nsec: 0 }));
 }
