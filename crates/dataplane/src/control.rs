@@ -237,7 +237,7 @@ async fn accept(listener: UnixListener, plane: Arc<dyn Plane>, group: Option<u32
             let mut http = hyper::server::conn::http1::Builder::new();
             // One request a connection: its descriptors are then that request's.
             http.keep_alive(false).timer(TokioTimer::new()).header_read_timeout(HEADER_TIME);
-            let io = TokioIo::new(Connection::new(stream, fds));
+            let io = TokioIo::new(Connection::new(stream, fds, coming.clone()));
             tokio::select! {
                 // Before its request is read, which may then come whole and be begun.
                 biased;

@@ -400,10 +400,11 @@ impl IoThread {
     }
 
     fn has_work(&mut self) -> bool {
+        let deferred = self.has_deferred();
         let served = &self.served;
-        self.mail.is_signaled()
+        deferred
+            || self.mail.is_signaled()
             || !self.ring.completion().is_empty()
-            || self.ring.submission().taskrun()
             || self.awake.keys().any(|key| get(served, key).is_some_and(Served::is_pending))
             || self.commands.has_ended()
             || self.scheduler_clients.iter().flatten().any(SchedulerClient::has_news)
@@ -434,19 +435,24 @@ impl IoThread {
 
     fn submit(&mut self) {
         self.commands.enter();
-        let (waiting, taskrun) = {
-            let submission = self.ring.submission();
-            (submission.len(), submission.taskrun())
-        };
-        if waiting == 0 && !taskrun {
+        let deferred = self.has_deferred();
+        let waiting = self.ring.submission().len();
+        if waiting == 0 && !deferred {
             return;
         }
-        // IORING_ENTER_GETEVENTS: run what the kernel has deferred to this thread.
-        let flags = u32::from(taskrun);
+        // IORING_ENTER_GETEVENTS: run what the kernel has deferred to this thread, and post what had no room.
+        let flags = u32::from(deferred);
         // SAFETY: no argument; entries refer to memory that lives until they complete.
         let _ = unsafe {
             self.ring.submitter().enter::<libc::sigset_t>(waiting as u32, 0, flags, None)
         };
+    }
+
+    /// Whether the kernel has completions that this thread does not see until it enters the kernel for them: those that it has
+    /// deferred, and those for which the completion queue had no room.
+    fn has_deferred(&mut self) -> bool {
+        let submission = self.ring.submission();
+        submission.taskrun() || submission.cq_overflow()
     }
 
     /// Nothing that has been pushed stays behind: it may name a registered file or buffer whose

@@ -41,7 +41,6 @@ use rustix::io::Errno;
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
 
-use crate::queue::Broken;
 use crate::schedule::{ClassStatus, ScheduleStatus};
 use crate::stats::QueueStats;
 
@@ -58,13 +57,6 @@ pub enum Notice<'a> {
     /// Guest memory is not registered with the rings, although that is wanted where it is
     /// possible. Said once.
     NoFixedBuffers(Errno),
-    /// The driver of a network device has broken a queue.
-    Broken {
-        /// Which, from 0.
-        queue: u16,
-        /// How.
-        reason: Broken,
-    },
     /// Where the packed rings of a network device are is not kept: its guest loses the network when
     /// this process is killed.
     NoPositions(&'a PositionsError),
@@ -549,12 +541,9 @@ pub enum PlaneError {
         /// Whose it is.
         device: DiskName,
     },
-    /// A network device listens there.
-    #[error("socket {} is that of a nic", socket.display())]
-    SocketOfNic {
-        /// The socket.
-        socket: PathBuf,
-    },
+    /// What was handed over cannot be what the device needs.
+    #[error("{0}")]
+    Handed(String),
     /// The IOThread has queues.
     #[error("iothread \"{iothread}\" has {queues} queues")]
     IoThreadInUse {
@@ -634,8 +623,10 @@ impl PlaneError {
             Self::NetworkInUse { .. } => {
                 "remove them first: rtvirtio ctl nic remove NAME".to_owned()
             }
-            Self::SocketInUse { .. } | Self::SocketOfNic { .. } => {
-                "choose another socket".to_owned()
+            Self::SocketInUse { .. } => "choose another socket".to_owned(),
+            Self::Handed(_) => {
+                "rtvirtio ctl hands over what a device needs: ctl nic add, ctl device add"
+                    .to_owned()
             }
             Self::IoThreadInUse { .. } => {
                 "move them first: rtvirtio ctl mapping move DEVICE QUEUE IOTHREAD".to_owned()

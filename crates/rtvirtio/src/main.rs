@@ -1,7 +1,8 @@
 //! The `rtvirtio` binary: an operator's verbs and their wiring.
 //!
 //! Exit codes: 0 done, or nothing to change; 1 error, of the command line too; 2 there are changes (`plan`),
-//! drift (`verify`) or something that this host lacks (`serve --check`); 3 targets are unmet; 130 interrupted; 141: who read the output has gone.
+//! drift (`verify`) or something that this host lacks (`serve --check`); 3 targets are unmet; 78 the configuration is
+//! wrong (`serve`); 130 interrupted; 141: who read the output has gone.
 
 // Its macros take the place of the standard library's, which panic where they cannot print.
 #[macro_use]
@@ -30,7 +31,7 @@ use crate::watchdog::guarded;
 #[command(
     version,
     after_help = "Exit codes: 0 done or nothing to change, 1 error, 2 changes \
-    (plan), drift (verify) or something that this host lacks (serve --check), 3 unmet targets, 130 interrupted, 141 nobody reads the output.
+    (plan), drift (verify) or something that this host lacks (serve --check), 3 unmet targets, 78 a configuration that is wrong (serve), 130 interrupted, 141 nobody reads the output.
 \
     RTVIRTIO_STATE_DIR moves apply's journal and lock away from /run/rtvirtio-host.
 \

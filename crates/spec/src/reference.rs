@@ -320,9 +320,10 @@ pub fn openapi() -> Value {
         "components": {
             "schemas": generator.take_definitions(true),
             "responses": { "Error": {
-                "description": "400: the request is not valid; 404: what it names is not there; 409: it does not fit \
-                    what is there; 422: what it asks for cannot be; 504: it takes too long, and the text says whether \
-                    it was begun.",
+                "description": "400: the request is not valid; 404: what it names is not there; 405: the path does not \
+                    have this method; 408: the body did not come in time; 409: it does not fit what is there; 413: the body \
+                    is too large; 422: what it asks for cannot be; 500: it failed; 503: there are too many readers of \
+                    events; 504: it takes too long, and the text says whether it was begun.",
                 "content": { "application/json": { "schema": error } }
             } }
         }

@@ -6,10 +6,12 @@ use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
 use tokio::net::UnixStream;
@@ -20,6 +22,10 @@ use super::MAX_FDS;
 
 /// How long a peer may read nothing of an answer.
 const WRITE_TIME: Duration = Duration::from_secs(10);
+/// How long it may take to read all of one: a place is kept from others meanwhile.
+const ANSWER_TIME: Duration = Duration::from_secs(30);
+/// How often is looked whether a peer that will send nothing more still reads.
+const HALF_CLOSED_PERIOD: Duration = Duration::from_millis(100);
 
 /// The descriptors that have come with a connection's request.
 #[derive(Debug, Clone, Default)]
@@ -52,6 +58,8 @@ type ByNumber = BTreeMap<u64, (Instant, Arc<Notify>)>;
 pub(super) struct Coming {
     among: Incomplete,
     number: u64,
+    /// Whether its answer goes on for as long as it is read.
+    endless: Arc<AtomicBool>,
 }
 
 impl Incomplete {
@@ -63,7 +71,7 @@ impl Incomplete {
     pub(super) fn add(&self, number: u64) -> (Coming, Arc<Notify>) {
         let end = Arc::new(Notify::new());
         self.all().insert(number, (Instant::now(), Arc::clone(&end)));
-        (Coming { among: self.clone(), number }, end)
+        (Coming { among: self.clone(), number, endless: Arc::default() }, end)
     }
 
     /// When the one began that has been incomplete for longest.
@@ -84,19 +92,48 @@ impl Coming {
     pub(super) fn has_come(&self) {
         self.among.all().remove(&self.number);
     }
+
+    /// Its answer may take any time.
+    pub(super) fn goes_on(&self) {
+        self.endless.store(true, Relaxed);
+    }
+
+    fn is_incomplete(&self) -> bool {
+        self.among.all().contains_key(&self.number)
+    }
 }
 
 /// A stream that puts descriptors aside and gives up on a peer that does not read.
 pub(super) struct Connection {
     stream: UnixStream,
     fds: Fds,
+    coming: Coming,
     /// Since when nothing could be written.
     stuck: Option<Pin<Box<Sleep>>>,
+    /// By when the answer has to be read.
+    read_by: Option<Instant>,
+    /// Of a peer that sends nothing more: when to look again whether it still reads.
+    half_closed: Option<Pin<Box<Sleep>>>,
 }
 
 impl Connection {
-    pub(super) fn new(stream: UnixStream, fds: Fds) -> Self {
-        Self { stream, fds, stuck: None }
+    pub(super) fn new(stream: UnixStream, fds: Fds, coming: Coming) -> Self {
+        Self { stream, fds, coming, stuck: None, read_by: None, half_closed: None }
+    }
+
+    /// Ready when a peer that will send nothing more is one that does not read either, or has left its request incomplete:
+    /// to hyper the end of what is sent is the end of the connection, and such a peer may wait for its answer.
+    fn poll_end(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        loop {
+            let next = || Box::pin(tokio::time::sleep(HALF_CLOSED_PERIOD));
+            ready!(self.half_closed.get_or_insert_with(next).as_mut().poll(context));
+            self.half_closed = None;
+            let mut state = [PollFd::new(&self.stream, PollFlags::empty())];
+            let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+            if self.coming.is_incomplete() || poll(&mut state, Some(&now)) != Ok(0) {
+                return Poll::Ready(());
+            }
+        }
     }
 }
 
@@ -117,14 +154,18 @@ fn receive(stream: &UnixStream, buffer: &mut [u8], fds: &Fds) -> io::Result<usiz
 
 impl AsyncRead for Connection {
     fn poll_read(
-        self: Pin<&mut Self>,
+        mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if self.half_closed.is_some() {
+            return self.poll_end(context).map(Ok);
+        }
         loop {
             ready!(self.stream.poll_read_ready(context))?;
             let read = || receive(&self.stream, buffer.initialize_unfilled(), &self.fds);
             match self.stream.try_io(Interest::READABLE, read) {
+                Ok(0) => return self.poll_end(context).map(Ok),
                 Ok(bytes) => {
                     buffer.advance(bytes);
                     return Poll::Ready(Ok(()));
@@ -143,6 +184,11 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        let now = Instant::now();
+        let read_by = *self.read_by.get_or_insert(now + ANSWER_TIME);
+        if now > read_by && !self.coming.endless.load(Relaxed) {
+            return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
+        }
         if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_write(context, bytes) {
             self.stuck = None;
             return Poll::Ready(result);

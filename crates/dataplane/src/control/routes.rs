@@ -8,7 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::body::{Bytes as Body, to_bytes};
-use axum::extract::{DefaultBodyLimit, Path, Request, State};
+use axum::extract::{DefaultBodyLimit, FromRequestParts, Path, Request, State};
+use axum::http::request::Parts;
 use axum::http::{StatusCode, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::sse::{Event as Message, KeepAlive, Sse};
@@ -16,6 +17,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, put};
 use axum::{Extension, Json, Router};
 use futures_util::stream::{self, Stream};
+use http_body_util::LengthLimitError;
 use rtvirtio_spec::control::{
     AddDevice, AddIoThread, AddNetwork, AddNic, Decision, ErrorBody, Event, Handed, Lock,
     MoveQueue, Moved, PinIoThread, PolicyState, QueueDirection, Resize, Resized, ScheduleCurve,
@@ -112,7 +114,6 @@ impl From<PlaneError> for Failure {
             | PlaneError::NetworkExists(_)
             | PlaneError::NetworkInUse { .. }
             | PlaneError::SocketInUse { .. }
-            | PlaneError::SocketOfNic { .. }
             | PlaneError::IoThreadInUse { .. }
             | PlaneError::ScheduleInUse { .. }
             | PlaneError::QueueBusy { .. }
@@ -120,6 +121,7 @@ impl From<PlaneError> for Failure {
             | PlaneError::Shrinks { .. }
             | PlaneError::TooMany { .. }
             | PlaneError::Fault(Fault::NotKept(_)) => StatusCode::CONFLICT,
+            PlaneError::Handed(_) => StatusCode::BAD_REQUEST,
             PlaneError::Fault(_) | PlaneError::Mapping(_) => StatusCode::UNPROCESSABLE_ENTITY,
             PlaneError::Io { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         };
@@ -149,21 +151,41 @@ impl IntoResponse for Failure {
     }
 }
 
+/// What stands in a path, as [`Path`] has it, with an error like all others.
+struct Segments<T>(T);
+
+impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for Segments<T> {
+    type Rejection = Failure;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, Failure> {
+        let path = Path::from_request_parts(parts, state).await;
+        path.map(|Path(segments)| Self(segments)).map_err(|error| Failure::wrong(error.body_text()))
+    }
+}
+
 type Answer<T> = Result<Json<T>, Failure>;
 type Done = Result<StatusCode, Failure>;
+
+fn too_large() -> Failure {
+    let text = format!("the body, of which {MAX_BODY} bytes are read at most");
+    Failure::new(StatusCode::PAYLOAD_TOO_LARGE, text)
+}
 
 async fn in_time(request: Request, next: Next) -> Response {
     let (head, body) = request.into_parts();
     let said = head.headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok());
     if said.and_then(|length| length.parse().ok()).is_some_and(|length: usize| length > MAX_BODY) {
-        let text = format!("the body, of which {MAX_BODY} bytes are read at most");
-        return Failure::new(StatusCode::PAYLOAD_TOO_LARGE, text).into_response();
+        return too_large().into_response();
     }
     let body = match tokio::time::timeout(BODY_TIME, to_bytes(body, MAX_BODY)).await {
         Ok(Ok(body)) => body,
         Ok(Err(error)) => {
-            let text = format!("the body, of which {MAX_BODY} bytes are read at most: {error}");
-            return Failure::new(StatusCode::PAYLOAD_TOO_LARGE, text).into_response();
+            let source = std::error::Error::source(&error);
+            let failure = match source.is_some_and(|source| source.is::<LengthLimitError>()) {
+                true => too_large(),
+                false => Failure::wrong(format!("the body: {error}")),
+            };
+            return failure.into_response();
         }
         Err(_) => {
             let text = "the body did not come in time; nothing was changed";
@@ -349,7 +371,7 @@ async fn add_device(
     Ok(StatusCode::CREATED)
 }
 
-async fn remove_device(State(api): State<Api>, Path(device): Path<String>) -> Done {
+async fn remove_device(State(api): State<Api>, Segments(device): Segments<String>) -> Done {
     let device = DiskName::new(device)?;
     api.change(Some(&device.clone()), move |plane| plane.remove_device(&device)).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -357,7 +379,7 @@ async fn remove_device(State(api): State<Api>, Path(device): Path<String>) -> Do
 
 async fn resize_device(
     State(api): State<Api>,
-    Path(device): Path<String>,
+    Segments(device): Segments<String>,
     body: Body,
 ) -> Answer<Resized> {
     let device = DiskName::new(device)?;
@@ -369,7 +391,12 @@ async fn resize_device(
     Ok(Json(Resized { capacity }))
 }
 
-async fn set_qos(State(api): State<Api>, Path(device): Path<String>, uri: Uri, body: Body) -> Done {
+async fn set_qos(
+    State(api): State<Api>,
+    Segments(device): Segments<String>,
+    uri: Uri,
+    body: Body,
+) -> Done {
     let admission = match uri.query() {
         None | Some("force=false") => Admission::Test,
         Some("force=true") => Admission::Forced,
@@ -383,7 +410,7 @@ async fn set_qos(State(api): State<Api>, Path(device): Path<String>, uri: Uri, b
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn remove_qos(State(api): State<Api>, Path(device): Path<String>) -> Done {
+async fn remove_qos(State(api): State<Api>, Segments(device): Segments<String>) -> Done {
     let device = DiskName::new(device)?;
     api.change(Some(&device.clone()), move |plane| plane.set_qos(&device, None, Admission::Forced))
         .await?;
@@ -406,7 +433,7 @@ async fn add_nic(
     Ok(StatusCode::CREATED)
 }
 
-async fn remove_nic(State(api): State<Api>, Path(nic): Path<String>) -> Done {
+async fn remove_nic(State(api): State<Api>, Segments(nic): Segments<String>) -> Done {
     let nic = DiskName::new(nic)?;
     api.change(Some(&nic.clone()), move |plane| plane.remove_nic(&nic)).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -423,7 +450,7 @@ async fn add_network(State(api): State<Api>, body: Body) -> Result<StatusCode, F
     Ok(StatusCode::CREATED)
 }
 
-async fn remove_network(State(api): State<Api>, Path(network): Path<String>) -> Done {
+async fn remove_network(State(api): State<Api>, Segments(network): Segments<String>) -> Done {
     let network = Name::new(network)?;
     api.change(None, move |plane| plane.remove_network(&network)).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -440,7 +467,7 @@ fn direction(text: &str) -> Result<QueueDirection, Failure> {
 
 async fn set_nic_rate(
     State(api): State<Api>,
-    Path((nic, way)): Path<(String, String)>,
+    Segments((nic, way)): Segments<(String, String)>,
     body: Body,
 ) -> Done {
     let (nic, direction) = (DiskName::new(nic)?, direction(&way)?);
@@ -451,13 +478,20 @@ async fn set_nic_rate(
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn remove_nic_rate(State(api): State<Api>, Path((nic, way)): Path<(String, String)>) -> Done {
+async fn remove_nic_rate(
+    State(api): State<Api>,
+    Segments((nic, way)): Segments<(String, String)>,
+) -> Done {
     let (nic, direction) = (DiskName::new(nic)?, direction(&way)?);
     api.change(Some(&nic.clone()), move |plane| plane.set_nic_rate(&nic, direction, None)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn set_schedule(State(api): State<Api>, Path(schedule): Path<String>, body: Body) -> Done {
+async fn set_schedule(
+    State(api): State<Api>,
+    Segments(schedule): Segments<String>,
+    body: Body,
+) -> Done {
     let name = Name::new(schedule)?;
     let curve: ScheduleCurve = parse(&body)?;
     let schedule = Schedule::new(curve.named(name)).map_err(PlaneError::from)?;
@@ -465,7 +499,7 @@ async fn set_schedule(State(api): State<Api>, Path(schedule): Path<String>, body
     Ok(if is_new { StatusCode::CREATED } else { StatusCode::NO_CONTENT })
 }
 
-async fn remove_schedule(State(api): State<Api>, Path(schedule): Path<String>) -> Done {
+async fn remove_schedule(State(api): State<Api>, Segments(schedule): Segments<String>) -> Done {
     let schedule = Name::new(schedule)?;
     api.change(None, move |plane| plane.remove_schedule(&schedule)).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -478,13 +512,17 @@ async fn add_iothread(State(api): State<Api>, body: Body) -> Done {
     Ok(StatusCode::CREATED)
 }
 
-async fn remove_iothread(State(api): State<Api>, Path(iothread): Path<String>) -> Done {
+async fn remove_iothread(State(api): State<Api>, Segments(iothread): Segments<String>) -> Done {
     let iothread = IoThreadName::new(iothread)?;
     api.change(None, move |plane| plane.remove_iothread(&iothread)).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn pin_iothread(State(api): State<Api>, Path(iothread): Path<String>, body: Body) -> Done {
+async fn pin_iothread(
+    State(api): State<Api>,
+    Segments(iothread): Segments<String>,
+    body: Body,
+) -> Done {
     let iothread = IoThreadName::new(iothread)?;
     let PinIoThread { mut cpus } = parse(&body)?;
     if let Some(bad) = cpus.iter().find(|cpu| cpu.get() > MAX_CPU) {
@@ -496,7 +534,11 @@ async fn pin_iothread(State(api): State<Api>, Path(iothread): Path<String>, body
     Ok(StatusCode::NO_CONTENT)
 }
 
-async fn lock_iothread(State(api): State<Api>, Path(iothread): Path<String>, body: Body) -> Done {
+async fn lock_iothread(
+    State(api): State<Api>,
+    Segments(iothread): Segments<String>,
+    body: Body,
+) -> Done {
     let iothread = IoThreadName::new(iothread)?;
     let Lock { locked } = parse(&body)?;
     api.change(None, move |plane| plane.lock_iothread(&iothread, locked)).await?;
@@ -507,14 +549,14 @@ fn entries(mapping: &Mapping) -> Json<SetMapping> {
     Json(SetMapping { mapping: mapping.entries() })
 }
 
-async fn mapping(State(api): State<Api>, Path(device): Path<String>) -> Answer<SetMapping> {
+async fn mapping(State(api): State<Api>, Segments(device): Segments<String>) -> Answer<SetMapping> {
     let device = DiskName::new(device)?;
     Ok(entries(&api.plane.mapping(&device)?))
 }
 
 async fn set_mapping(
     State(api): State<Api>,
-    Path(device): Path<String>,
+    Segments(device): Segments<String>,
     body: Body,
 ) -> Answer<SetMapping> {
     let device = DiskName::new(device)?;
@@ -529,7 +571,7 @@ async fn set_mapping(
 
 async fn move_queue(
     State(api): State<Api>,
-    Path((device, queue)): Path<(String, String)>,
+    Segments((device, queue)): Segments<(String, String)>,
     body: Body,
 ) -> Answer<Moved> {
     let device = DiskName::new(device)?;
@@ -578,6 +620,7 @@ async fn events(
         Failure::new(StatusCode::SERVICE_UNAVAILABLE, "too many readers of events already")
     })?;
     coming.has_come();
+    coming.goes_on();
     let receiver = api.plane.events();
     // First a comment: whoever has read it misses nothing that happens later.
     let first = Message::default().comment("ready");

@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::ControlError;
 use crate::sandbox::give_socket;
-use rtvirtio_vhost::server::is_answered;
+use rtvirtio_vhost::server::{bind_to, is_answered};
 
 /// A socket in the file system; removed when dropped, if it is still the one that was made.
 #[derive(Debug)]
@@ -65,14 +65,14 @@ impl Drop for Socket {
     }
 }
 
-/// A listening socket of a mode, of which the umask may take something.
+/// A listening socket of a mode.
 fn listen(path: &Path, mode: Mode) -> io::Result<UnixListener> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     // Before it has a name: the file takes its mode from the socket (net/unix/af_unix.c,
     // unix_bind_bsd), so that it is never open to others.
     rustix::fs::fchmod(&socket, mode)?;
-    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    bind_to(&socket, &SocketAddrUnix::new(path)?)?;
     rustix::net::listen(&socket, 64)?;
     Ok(UnixListener::from(socket))
 }

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
@@ -99,6 +100,17 @@ fn socket_is_private_and_gone_at_the_end() {
     assert_eq!(mode & 0o7777, 0o600);
     drop(served.server);
     assert!(!path.exists());
+}
+
+/// The umask would take the group's right to write, without which nobody connects.
+#[test]
+fn socket_of_a_group_is_open_to_it_and_to_no_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let group = rustix::process::getegid().as_raw();
+    let control = Control { socket: directory.path().join("s"), group: Some(group) };
+    let _server = ControlServer::start(&control, Books::new()).unwrap();
+    let mode = std::fs::symlink_metadata(&control.socket).unwrap().permissions().mode();
+    assert_eq!(mode & 0o7777, 0o660);
 }
 
 /// What is added by a change, such as an IOThread, inherits the nice value.
@@ -369,6 +381,8 @@ fn wrong_requests_get_an_error_body() {
         ("POST", "/v1/devices", json!({ "device": ram("a"), "fds": ["image"] }), 400, "0 came"),
         ("DELETE", &format!("/v1/devices/{name}"), json!(null), 400, "longer than 64"),
         ("DELETE", "/v1/devices/..%2fa", json!(null), 400, "not allowed in a name"),
+        ("GET", "/v1/mapping/%FF", json!(null), 400, "UTF-8"),
+        ("PUT", "/v1/nics/%FF/rx", json!({ "max_frames": 1 }), 400, "UTF-8"),
         ("PUT", "/v1/mapping/a/x", json!({ "iothread": "iot0" }), 400, "a queue is a number"),
         ("PUT", "/v1/iothreads/iot0/cpus", json!({ "cpus": [1024] }), 422, "beyond 1023"),
         ("POST", "/v1/iothreads", json!({ "name": "iot0" }), 409, "already"),
@@ -391,6 +405,36 @@ fn wrong_requests_get_an_error_body() {
         assert!(found == status && error.contains(words), "{method} {path}: {found} {body}");
     }
     assert!(served.raw(b"nonsense\r\n\r\n", &[]).starts_with("HTTP/1.1 400"));
+    let chunked =
+        "PUT /v1/policy HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n";
+    let answer = served.raw(chunked.as_bytes(), &[]);
+    assert!(answer.starts_with("HTTP/1.1 400") && answer.contains("the body"), "{answer}");
+}
+
+/// As `nc -N` and `socat` do at the end of their input.
+#[test]
+fn client_that_sends_nothing_more_has_its_answer_and_an_incomplete_request_its_end() {
+    let served = Served::new();
+    let ask = |bytes: &[u8]| {
+        let mut stream = UnixStream::connect(served.server.path()).unwrap();
+        stream.write_all(bytes).unwrap();
+        stream.shutdown(Shutdown::Write).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    };
+    for _ in 0..20 {
+        let answer = ask(b"GET /v1/snapshot HTTP/1.1\r\nHost: x\r\n\r\n");
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+    let since = Instant::now();
+    for bytes in
+        [&b""[..], b"GET /v1/snap", b"POST /v1/devices HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"]
+    {
+        let answer = ask(bytes);
+        assert!(!answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+    assert!(since.elapsed() < Duration::from_secs(3), "{:?}", since.elapsed());
 }
 
 #[test]

@@ -61,10 +61,8 @@ impl IoThread {
 
     /// Whether something is to be submitted, or has ended or come.
     pub(super) fn has_events(&mut self) -> bool {
-        let submission = self.ring.submission();
-        let has_event = !submission.is_empty() || submission.taskrun();
-        drop(submission);
-        has_event
+        self.has_deferred()
+            || !self.ring.submission().is_empty()
             || !self.ring.completion().is_empty()
             || !self.commands.is_submitted()
             || self.commands.has_ended()

@@ -391,29 +391,6 @@ impl Host {
         let _ = self.device().link().notify();
     }
 
-    /// Tells of queues whose drivers broke them since the last time. Never waits: who calls this
-    /// also frees threads that somebody here may be waiting for.
-    pub(super) fn report_broken_queues(&self) {
-        let Ok(mut state) = self.state.try_lock() else { return };
-        for (index, (place, stats)) in state.queues.iter_mut().zip(&self.stats).enumerate() {
-            let Some(key) = place.key else { continue };
-            if place.empty.look(stats.kicks_and_started()) {
-                // QEMU says it in its log, too.
-                self.setup.pool.tell_error(key);
-                (self.setup.report)(
-                    self.device().name(),
-                    Notice::EmptyRing { queue: index as u16 },
-                );
-            }
-        }
-        for (index, place) in state.queues.iter_mut().enumerate().filter(|(_, p)| !p.told) {
-            if let Some(broken) = place.key.and_then(|key| self.setup.pool.broken(key)) {
-                place.told = true;
-                self.tell_broken(index, broken);
-            }
-        }
-    }
-
     /// Unlocks it and lets the memory go with the last one.
     pub(super) fn detach_queue(&self) {
         let mut state = self.state();
@@ -510,6 +487,27 @@ impl MappedHost for Host {
 
     fn peer(&self) -> Option<i32> {
         Some(self.peer.load(Relaxed)).filter(|&pid| pid > 0)
+    }
+
+    fn report_broken_queues(&self) {
+        let Ok(mut state) = self.state.try_lock() else { return };
+        for (index, (place, stats)) in state.queues.iter_mut().zip(&self.stats).enumerate() {
+            let Some(key) = place.key else { continue };
+            if place.empty.look(stats.kicks_and_started()) {
+                // QEMU says it in its log, too.
+                self.setup.pool.tell_error(key);
+                (self.setup.report)(
+                    self.device().name(),
+                    Notice::EmptyRing { queue: index as u16 },
+                );
+            }
+        }
+        for (index, place) in state.queues.iter_mut().enumerate().filter(|(_, p)| !p.told) {
+            if let Some(broken) = place.key.and_then(|key| self.setup.pool.broken(key)) {
+                place.told = true;
+                self.tell_broken(index, broken);
+            }
+        }
     }
 }
 

@@ -168,6 +168,10 @@ impl ServedNic {
 }
 
 impl Served {
+    fn sockets(&self) -> impl Iterator<Item = &PathBuf> {
+        self.socket.iter().chain(self.slots.as_ref().map(|slots| &slots.socket))
+    }
+
     /// The device as it is now.
     pub(super) fn configuration(&self) -> serve::Device {
         let mut device = serve::Device {
@@ -448,6 +452,51 @@ impl Core {
         to: &IoThreadName,
     ) -> Result<Nanos, PlaneError> {
         let _changing = lock(&self.changing);
+        let state = self.state();
+        if let Ok((mapping, _)) = state.mapping(device)
+            && mapping.iothread(queue).is_some_and(|from| from != to)
+        {
+            let mut mapping = mapping.clone();
+            mapping.assign(queue, to.clone())?;
+            state.admit_mapping(device, &mapping)?;
+        }
+        drop(state);
+        self.assign(device, queue, to)
+    }
+
+    /// Moves all queues of a device to where `mapping` says, or none: what is promised is kept at the end, whatever the
+    /// order is in which they go there.
+    pub(super) fn set_mapping(
+        &self,
+        device: &DiskName,
+        mapping: &Mapping,
+    ) -> Result<(), PlaneError> {
+        // No IOThread goes meanwhile, and nobody else moves.
+        let _changing = lock(&self.changing);
+        let before = {
+            let state = self.state();
+            state.admit_mapping(device, mapping)?;
+            state.mapping(device)?.0.clone()
+        };
+        for (queue, to) in (0..).zip(mapping.by_queue()) {
+            if let Err(error) = self.assign(device, queue, to) {
+                for (queue, from) in (0..queue).zip(before.by_queue()) {
+                    // One that cannot go back stays where it is served, and is seen there.
+                    let _ = self.assign(device, queue, from);
+                }
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves a queue, by somebody who has seen to it that nobody else does.
+    fn assign(
+        &self,
+        device: &DiskName,
+        queue: u16,
+        to: &IoThreadName,
+    ) -> Result<Nanos, PlaneError> {
         let (host, thread, from) = {
             let mut state = self.state();
             let Thread { id: thread, config, .. } = state.iothread(to)?;
@@ -462,12 +511,7 @@ impl Core {
                 .iothread(queue)
                 .cloned()
                 .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
-            let (host, mut mapping) = (Arc::clone(&mapped.host), mapped.mapping.clone());
-            if from != *to {
-                mapping.assign(queue, to.clone())?;
-                state.admit_mapping(device, &mapping)?;
-            }
-            (host, thread, from)
+            (Arc::clone(&mapped.host), thread, from)
         };
         let moved =
             when_free(|error| matches!(error, MoveError::Busy), || host.assign(queue, thread));
@@ -561,6 +605,17 @@ impl State {
             || self.nics.contains_key(name)
             || self.adding.contains_key(name);
         if is_taken { Err(PlaneError::DeviceExists(name.clone())) } else { Ok(()) }
+    }
+
+    /// The device of either kind whose socket it is.
+    pub(super) fn owner_of_socket(&self, socket: &PathBuf) -> Option<&DiskName> {
+        let is_of_disk = |served: &Served| served.sockets().any(|other| other == socket);
+        let is_of_nic = |served: &ServedNic| served.spec.sockets().any(|other| other == socket);
+        let disks =
+            self.devices.iter().filter(|(_, served)| is_of_disk(served)).map(|(name, _)| name);
+        let nics = self.nics.iter().filter(|(_, served)| is_of_nic(served)).map(|(name, _)| name);
+        let adding = self.adding.iter().filter(|(_, adding)| adding.sockets.contains(socket));
+        disks.chain(nics).chain(adding.map(|(name, _)| name)).next()
     }
 
     /// All network devices that are here, about to be, or not gone yet.

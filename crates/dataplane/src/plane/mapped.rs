@@ -9,4 +9,8 @@ pub(crate) trait MappedHost: Send + Sync {
 
     /// The process of the front end that is connected, if it is known.
     fn peer(&self) -> Option<i32>;
+
+    /// Tells of queues that their drivers broke since the last time. Never waits: who calls this also frees threads
+    /// that somebody here may be waiting for.
+    fn report_broken_queues(&self);
 }

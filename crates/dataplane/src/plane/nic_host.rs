@@ -4,18 +4,19 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rtvirtio_iocores::QueueKind;
-use rtvirtio_spec::control::QueueDirection;
+use rtvirtio_spec::control::{Event, QueueDirection};
+use rtvirtio_units::DiskName;
 use rtvirtio_vhost::session::{self, Change, QueueHost, StartError, StoppedQueue};
 use rtvirtio_virtq::memory::Memory;
+use tokio::sync::broadcast;
 
 use super::host::change;
 use super::mapped::MappedHost;
-use super::{Notice, Report};
 use crate::call::{self, Call};
 use crate::key::QueueKey;
 use crate::nic::{Link, Nic, Terms};
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
-use crate::queue::NicQueueSetup;
+use crate::queue::{Broken, NicQueueSetup};
 use crate::stats::QueueStats;
 
 /// Where a queue is served.
@@ -25,10 +26,13 @@ struct Place {
     key: Option<QueueKey>,
     /// Whether a session starts it just now.
     is_starting: bool,
+    /// Whether it was told that its driver broke it.
+    told: bool,
 }
 
 /// The rings of one network device.
 pub(crate) struct NicHost {
+    name: DiskName,
     nic: Arc<Nic>,
     pool: Arc<Pool>,
     pub(super) stats: Vec<Arc<QueueStats>>,
@@ -38,27 +42,34 @@ pub(crate) struct NicHost {
     queues: Mutex<Vec<Place>>,
     /// Whether a queue has run.
     has_served: AtomicBool,
-    report: Arc<Report>,
+    events: broadcast::Sender<Event>,
 }
 
 impl NicHost {
     /// Of a device whose queues these threads serve.
     pub(super) fn new(
+        name: DiskName,
         nic: Arc<Nic>,
         pool: Arc<Pool>,
         threads: Vec<ThreadId>,
-        report: Arc<Report>,
+        events: broadcast::Sender<Event>,
     ) -> Self {
-        let place = |thread| Place { thread, key: None, is_starting: false };
+        let place = |thread| Place { thread, key: None, is_starting: false, told: false };
         Self {
+            name,
             stats: threads.iter().map(|_| Arc::new(QueueStats::new())).collect(),
             queues: Mutex::new(threads.into_iter().map(place).collect()),
             nic,
             pool,
             peer: AtomicI32::new(0),
             has_served: AtomicBool::new(false),
-            report,
+            events,
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn nic(&self) -> Arc<Nic> {
+        Arc::clone(&self.nic)
     }
 
     /// Whether a queue has run.
@@ -68,6 +79,16 @@ impl NicHost {
 
     fn queues(&self) -> MutexGuard<'_, Vec<Place>> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, event: Event) {
+        // Nobody may be listening.
+        let _ = self.events.send(event);
+    }
+
+    fn tell_broken(&self, queue: u16, broken: Broken) {
+        let device = self.name.clone();
+        self.tell(Event::QueueBroken { device, queue, reason: broken.to_string() });
     }
 
     fn key(&self, index: u16) -> Option<QueueKey> {
@@ -146,6 +167,16 @@ impl MappedHost for NicHost {
     fn peer(&self) -> Option<i32> {
         Some(self.peer.load(Relaxed)).filter(|&pid| pid > 0)
     }
+
+    fn report_broken_queues(&self) {
+        let Ok(mut queues) = self.queues.try_lock() else { return };
+        for (index, place) in (0..).zip(&mut *queues).filter(|(_, place)| !place.told) {
+            if let Some(broken) = place.key.and_then(|key| self.pool.broken(key)) {
+                place.told = true;
+                self.tell_broken(index, broken);
+            }
+        }
+    }
 }
 
 impl QueueHost for NicHost {
@@ -182,21 +213,21 @@ impl QueueHost for NicHost {
         let place = queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
         place.is_starting = false;
         place.key = Some(started.map_err(|_| StartError::Full)?);
+        place.told = false;
         self.has_served.store(true, Relaxed);
         Ok(index)
     }
 
     fn stop(&self, index: u16) -> StoppedQueue {
         let queue = self.key(index).and_then(|key| self.pool.stop(key).ok());
+        let broken = queue.as_ref().and_then(|queue| queue.broken());
         if let Some(place) = self.queues().get_mut(usize::from(index)) {
             place.key = None;
-        }
-        let broken = queue.as_ref().and_then(|queue| queue.broken());
-        if let Some(reason) = broken {
-            (self.report)(
-                rtvirtio_vhost::Backend::name(&*self.nic),
-                Notice::Broken { queue: index, reason },
-            );
+            if let Some(broken) = broken
+                && !std::mem::replace(&mut place.told, true)
+            {
+                self.tell_broken(index, broken);
+            }
         }
         StoppedQueue { base: queue.map_or(0, |queue| queue.base()), broken: broken.is_some() }
     }
@@ -211,8 +242,13 @@ impl QueueHost for NicHost {
         self.key(index).is_some_and(|key| self.pool.broken(key).is_some())
     }
 
-    fn set_connected(&self, _connected: bool, peer: Option<i32>) {
+    fn set_connected(&self, connected: bool, peer: Option<i32>) {
         self.peer.store(peer.unwrap_or(0), Relaxed);
+        let device = self.name.clone();
+        self.tell(match connected {
+            true => Event::FrontEndConnected { device },
+            false => Event::FrontEndDisconnected { device },
+        });
     }
 }
 
@@ -236,8 +272,8 @@ mod tests {
             memory: Limits::default().memory,
             positions: None,
         });
-        let report: Arc<Report> = Arc::new(|_, _| ());
-        let host = NicHost::new(Arc::new(nic), Arc::clone(&pool), vec![threads[0]], report);
+        let (name, events) = (DiskName::new("nic").unwrap(), broadcast::Sender::new(1));
+        let host = NicHost::new(name, Arc::new(nic), Arc::clone(&pool), vec![threads[0]], events);
         move_while_a_session_begins(&host, &pool, threads, |key| {
             let mut queues = host.queues();
             queues[0].key = Some(key());

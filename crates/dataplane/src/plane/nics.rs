@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use rtvirtio_frames::forwarding::Port;
-use rtvirtio_spec::control::{NicQueueState, NicState, PromisedFrames, QueueDirection};
+use rtvirtio_spec::control::{Event, NicQueueState, NicState, PromisedFrames, QueueDirection};
 use rtvirtio_spec::serve::{self, MAX_NETWORKS, NicLink};
 use rtvirtio_units::{DiskName, Name};
 use rtvirtio_vhost::Backend as _;
@@ -15,13 +15,14 @@ use rustix::io::Errno;
 use super::iothreads::{Core, ServedNic, threads};
 use super::nic_host::NicHost;
 use super::positions::{PositionsError, PositionsFile};
+use super::watchdog::Watchdog;
 use super::{HandedFds, Notice, ObservedNic, PlaneError, Report, SOCKET_MODE, io, refused};
 use crate::device::Limits;
 use crate::nic::{Link, Nic, NicConfig};
 use crate::sandbox::{Identity, give};
 use crate::socket::Socket;
 use crate::switch::Switch;
-use crate::tap::{self, Tap};
+use crate::tap::{self, Tap, TapError};
 
 /// Of virtqueues, by their index.
 const DIRECTIONS: [QueueDirection; 2] = [QueueDirection::Receive, QueueDirection::Transmit];
@@ -43,18 +44,21 @@ impl OpenedNic {
         let HandedFds { image: _, socket, taps } = handed;
         let taps = match &spec.link {
             NicLink::Tap(tap) => {
-                let what = || format!("cannot take over the TAP of {}", spec.name);
+                let handed = |why: String| {
+                    PlaneError::Handed(format!("cannot take over the TAP of {}: {why}", spec.name))
+                };
                 if taps.len() != usize::from(spec.pairs) {
-                    let text = format!(
-                        "{} of its queues were handed over, and it has {} pairs",
-                        taps.len(),
-                        spec.pairs
-                    );
-                    return Err(io(what(), std::io::Error::other(text)));
+                    let (came, pairs) = (taps.len(), spec.pairs);
+                    return Err(handed(format!(
+                        "{came} of its queues were handed over, and it has {pairs} pairs"
+                    )));
                 }
                 let adopted: Result<_, _> =
                     taps.into_iter().map(|fd| Tap::adopt(fd, tap)).collect();
-                adopted.map_err(|error| refused(what(), error))?
+                adopted.map_err(|error| match error {
+                    TapError::NotAQueue(_) => handed(error.to_string()),
+                    _ => refused(format!("cannot take over the TAP of {}", spec.name), error),
+                })?
             }
             _ => Vec::new(),
         };
@@ -240,7 +244,8 @@ impl Nics {
         opened: OpenedNic,
         server: &Server,
         core: &Core,
-        report: &Arc<Report>,
+        watchdog: &Watchdog,
+        report: &Report,
     ) -> Result<(), PlaneError> {
         let OpenedNic { spec, taps, link, listener, positions } = opened;
         let positions = positions.map_err(|error| {
@@ -270,18 +275,24 @@ impl Nics {
         // No IOThread of its mapping may end before the device is there.
         let mut state = core.state();
         let threads = threads(&state, &spec.mapping).map_err(failed)?;
-        let host =
-            NicHost::new(Arc::clone(&nic), Arc::clone(&core.pool), threads, Arc::clone(report));
-        let host = Arc::new(host);
+        let name = DiskName::from(spec.name.clone());
+        let (pool, events) = (Arc::clone(&core.pool), core.events.clone());
+        let host = Arc::new(NicHost::new(name.clone(), Arc::clone(&nic), pool, threads, events));
+        // Before its front ends' events: one may be waiting at the socket.
+        core.tell(Event::DeviceAdded { device: name.clone() });
         let served = server.add(listener, Arc::clone(&nic) as Arc<_>, Arc::clone(&host));
-        let unheard = |error| failed(io(format!("cannot listen for {}", spec.name), error));
+        let unheard = |error| {
+            core.tell(Event::DeviceRemoved { device: name.clone() });
+            failed(io(format!("cannot listen for {}", spec.name), error))
+        };
         let socket_id = served.map_err(unheard)?;
+        watchdog.watch(Arc::downgrade(&host) as Weak<_>);
         let mapped = ServedNic {
             host: Arc::clone(&host),
             ids: state.ids(&spec.vm, spec.mapping.queues()),
             spec: spec.clone(),
         };
-        state.nics.insert(spec.name.clone().into(), mapped);
+        state.nics.insert(name, mapped);
         drop(state);
         core.touch();
         let nic = Served { nic, host, socket_id, _positions: positions, spec };

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Arc, MutexGuard, OnceLock};
+use std::sync::{Arc, MutexGuard, OnceLock, Weak};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use rtvirtio_engine::{ResizeError, SizeError};
@@ -96,7 +96,7 @@ impl Registry {
             self.nics.add_network(network.clone())?;
         }
         for opened in opened.nics {
-            self.nics.add(opened, &self.server, &self.core, &self.report)?;
+            self.nics.add(opened, &self.server, &self.core, &self.watchdog, &*self.report)?;
         }
         self.begin_policy(configuration.iocores.clone())
     }
@@ -133,6 +133,15 @@ impl Registry {
     #[cfg(test)]
     pub(super) fn host(&self, device: &DiskName) -> Arc<Host> {
         self.state().host(device).unwrap()
+    }
+
+    #[cfg(test)]
+    pub(super) fn nic(
+        &self,
+        device: &DiskName,
+    ) -> (Arc<crate::nic::Nic>, Arc<super::nic_host::NicHost>) {
+        let host = Arc::clone(&self.state().nics[device].host);
+        (host.nic(), host)
     }
 
     /// A monitor without its thread, for benchmarks.
@@ -239,7 +248,7 @@ impl Registry {
             self.server.remove(socket_id);
             unheard(error)
         })?;
-        self.watchdog.watch(&host);
+        self.watchdog.watch(Arc::downgrade(&host) as Weak<_>);
         let served = Served {
             configured: spec.clone(),
             host,
@@ -308,7 +317,29 @@ impl Registry {
         spec.fits(state.nics())?;
         threads(&state, &spec.mapping)?;
         state.admit_nic(spec)?;
+        if let Some(peer) = spec.stream() {
+            self.check_is_of_others(&state, spec, peer)?;
+        }
         self.reserve_sockets(&mut state, name, Adding::of_nic(spec))
+    }
+
+    /// A stream whose peer is this data plane would never end, or take a front end's place.
+    fn check_is_of_others(
+        &self,
+        state: &State,
+        spec: &serve::Nic,
+        peer: &PathBuf,
+    ) -> Result<(), PlaneError> {
+        let control = self.process.get().and_then(|(_, control)| control.as_ref());
+        let other = match state.owner_of_socket(peer) {
+            Some(device) => format!("device \"{device}\""),
+            None if spec.sockets().any(|own| own == peer) => format!("nic \"{}\"", spec.name),
+            None if control.is_some_and(|control| control.socket == *peer) => {
+                "the control API".to_owned()
+            }
+            None => return Ok(()),
+        };
+        Err(Fault::OwnSocket { socket: peer.clone(), other }.into())
     }
 
     fn reserve_sockets(
@@ -318,15 +349,7 @@ impl Registry {
         adding: Adding,
     ) -> Result<Place<'_>, PlaneError> {
         for socket in &adding.sockets {
-            if state.nics.values().any(|nic| nic.spec.sockets().any(|other| other == socket)) {
-                return Err(PlaneError::SocketOfNic { socket: socket.clone() });
-            }
-            let is_of = |served: &Served| served.sockets().any(|other| other == socket);
-            let served = state.devices.iter().find(|(_, served)| is_of(served));
-            let is_of = |adding: &Adding| adding.sockets.contains(socket);
-            let added = state.adding.iter().find(|(_, adding)| is_of(adding));
-            let other = served.map(|(name, _)| name).or(added.map(|(name, _)| name));
-            if let Some(device) = other {
+            if let Some(device) = state.owner_of_socket(socket) {
                 let (socket, device) = (socket.clone(), device.clone());
                 return Err(PlaneError::SocketInUse { socket, device });
             }
@@ -337,10 +360,6 @@ impl Registry {
 }
 
 impl Served {
-    fn sockets(&self) -> impl Iterator<Item = &PathBuf> {
-        self.socket.iter().chain(self.slots.as_ref().map(|slots| &slots.socket))
-    }
-
     /// Ends its sessions and clients, drained, and closes its sockets.
     fn close(&self, server: &Server) {
         server.remove(self.socket_id);
@@ -411,9 +430,8 @@ impl Plane for Registry {
         let _place = self.reserve_nic(&nic)?;
         let opened = OpenedNic::handed(nic, handed)?;
         let name = opened.spec.name.clone();
-        self.nics.add(opened, &self.server, &self.core, &self.report)?;
+        self.nics.add(opened, &self.server, &self.core, &self.watchdog, &*self.report)?;
         self.nics.keep_taps(&name, &*self.report);
-        self.tell(Event::DeviceAdded { device: name.into() });
         Ok(())
     }
 
@@ -495,11 +513,7 @@ impl Plane for Registry {
             let names = state.iothreads.keys().cloned().collect();
             Mapping::new(entries, u32::from(mapping.queues()), Some(&names))?
         };
-        self.state().admit_mapping(device, &mapping)?;
-        for (queue, iothread) in (0..).zip(mapping.by_queue()) {
-            self.core.move_queue(device, queue, iothread)?;
-        }
-        Ok(())
+        self.core.set_mapping(device, &mapping)
     }
 
     fn move_queue(

@@ -26,7 +26,7 @@ use crate::pool::{MoveError, Pool, ThreadId};
 use crate::queue::{Queue, SlotsSetup};
 use rtvirtio_vhost::protocol::{HEADER_SIZE, Message, VringAddress, VringFd, VringState, features};
 use rtvirtio_vhost::session::testing::{memory, region};
-use rtvirtio_vhost::session::{Answer, Refused, Session, StartError};
+use rtvirtio_vhost::session::{Answer, QueueHost, Refused, Session, StartError};
 
 mod nics;
 
@@ -161,22 +161,7 @@ impl Rig {
     fn session(&self) -> (Session<Host>, OwnedFd) {
         let host = self.registry.host(&disk());
         let mut session = Session::new(host.device().clone(), host);
-        let guest = memory(0x1_0000);
-        let address = VringAddress {
-            index: 0,
-            descriptors: 1 << 30,
-            available: (1 << 30) + 0x1000,
-            used: (1 << 30) + 0x2000,
-            log: None,
-        };
-        for (message, fds) in [
-            (Message::SetFeatures(features::VERSION_1), vec![]),
-            (Message::AddMemReg(region(0)), vec![guest.try_clone().unwrap()]),
-            (Message::SetVringNum(VringState { index: 0, num: 16 }), vec![]),
-            (Message::SetVringAddr(address), vec![]),
-        ] {
-            session.handle(message, fds).unwrap();
-        }
+        let guest = give_ring(&mut session, 0);
         (session, guest)
     }
 
@@ -186,9 +171,30 @@ impl Rig {
     }
 }
 
-/// Starts ring 0: it is looked at unasked.
-fn kick(session: &mut Session<Host>) {
-    let kick = Message::SetVringKick(VringFd { index: 0, fd: true });
+/// Gives a session a ring that lacks only its kick, and the guest's memory, of 64 KiB.
+fn give_ring<H: QueueHost>(session: &mut Session<H>, index: u32) -> OwnedFd {
+    let guest = memory(0x1_0000);
+    let address = VringAddress {
+        index,
+        descriptors: 1 << 30,
+        available: (1 << 30) + 0x1000,
+        used: (1 << 30) + 0x2000,
+        log: None,
+    };
+    for (message, fds) in [
+        (Message::SetFeatures(features::VERSION_1), vec![]),
+        (Message::AddMemReg(region(0)), vec![guest.try_clone().unwrap()]),
+        (Message::SetVringNum(VringState { index, num: 16 }), vec![]),
+        (Message::SetVringAddr(address), vec![]),
+    ] {
+        session.handle(message, fds).unwrap();
+    }
+    guest
+}
+
+/// Starts a ring: it is looked at unasked.
+fn kick<H: QueueHost>(session: &mut Session<H>, index: u32) {
+    let kick = Message::SetVringKick(VringFd { index, fd: true });
     session.handle(kick, vec![eventfd(0, EventfdFlags::CLOEXEC).unwrap()]).unwrap();
 }
 
@@ -249,7 +255,7 @@ fn disk_joins_changes_and_leaves_a_schedule_that_stays_as_long_as_it_is_used() {
         "qos": { "schedule": "b", "weight": 7 },
     });
     registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default()).unwrap();
-    kick(&mut session);
+    kick(&mut session, 0);
     let promised = qos(json!({ "schedule": "a", "deadline_us": 500, "iops": 100 }));
     registry.set_qos(&disk(), Some(promised.clone()), Admission::Forced).unwrap();
     // What a configuration promises is told of if it cannot be kept.
@@ -540,7 +546,7 @@ fn ring_that_breaks_is_told_of_once() {
     let (mut ours, theirs) = UnixStream::pair().unwrap();
     session.handle(Message::SetBackendReqFd, vec![theirs.into()]).unwrap();
     break_ring(&guest);
-    kick(&mut session);
+    kick(&mut session, 0);
     assert_eq!(rig.event(), Rig::queue_broken());
     let status = session.handle(Message::GetStatus, vec![]);
     assert!(matches!(status, Ok(Answer::U64(64))), "{status:?}");
@@ -561,7 +567,7 @@ fn ring_that_breaks_and_stops_at_once_is_told_of() {
     for _ in 0..20 {
         let (mut session, guest) = rig.session();
         break_ring(&guest);
-        kick(&mut session);
+        kick(&mut session, 0);
         let host = rig.registry.host(&disk());
         while !host.stats[0].is_broken() {
             std::hint::spin_loop();

@@ -12,8 +12,8 @@ use rtvirtio_qos::Stalls;
 use rtvirtio_spec::control::Event;
 use rtvirtio_units::Name;
 
-use super::host::Host;
 use super::iothreads::Core;
+use super::mapped::MappedHost;
 
 /// How often somebody looks whether an IOThread is stuck in a front end's eventfd.
 const STUCK_PERIOD: Duration = Duration::from_millis(5);
@@ -22,7 +22,7 @@ const IDLE_PERIOD: Duration = Duration::from_millis(100);
 
 /// What it looks at.
 struct Watched {
-    hosts: Mutex<Vec<Weak<Host>>>,
+    hosts: Mutex<Vec<Weak<dyn MappedHost>>>,
     on: AtomicBool,
 }
 
@@ -47,8 +47,8 @@ impl Watchdog {
     }
 
     /// From now on queues of this device that break are told of.
-    pub(super) fn watch(&self, host: &Arc<Host>) {
-        self.watched.hosts().push(Arc::downgrade(host));
+    pub(super) fn watch(&self, host: Weak<dyn MappedHost>) {
+        self.watched.hosts().push(host);
     }
 
     /// Ends it.
@@ -85,7 +85,7 @@ impl Watched {
         }
     }
 
-    fn hosts(&self) -> MutexGuard<'_, Vec<Weak<Host>>> {
+    fn hosts(&self) -> MutexGuard<'_, Vec<Weak<dyn MappedHost>>> {
         self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

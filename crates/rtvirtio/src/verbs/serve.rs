@@ -59,17 +59,26 @@ pub(crate) struct Args {
     log: rtvirtio_cli::log::Level,
 }
 
+/// A service manager need not start it again (`RestartPreventExitStatus=` of the unit): EX_CONFIG of sysexits.h.
+const EXIT_CONFIGURATION: u8 = 78;
+
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let text = input::read(&args.configuration, MAX_FILE_BYTES as u64)?;
-    let mut configuration = serve::parse(&args.configuration.display().to_string(), &text)?;
+    let mut configuration = match serve::parse(&args.configuration.display().to_string(), &text) {
+        Err(error) if !args.check => {
+            rtvirtio_cli::report_error(&error.into());
+            return Ok(Outcome::Exit(EXIT_CONFIGURATION));
+        }
+        parsed => parsed?,
+    };
+    if args.user.is_some() {
+        (configuration.service.user, configuration.service.group) = (args.user.clone(), None);
+    }
     if args.check {
         print!("{}", describe(&configuration));
         let missing = check::missing(&configuration, &online()?);
         missing.iter().for_each(|missing| eprintln!("warning: {missing}"));
         return Ok(if missing.is_empty() { Outcome::Done } else { Outcome::Changes });
-    }
-    if args.user.is_some() {
-        (configuration.service.user, configuration.service.group) = (args.user.clone(), None);
     }
     configuration.service.sandbox &= !args.no_sandbox;
     rtvirtio_cli::log::start(args.log);

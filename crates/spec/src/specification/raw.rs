@@ -73,7 +73,8 @@ pub(super) struct RawVm {
         schemars(with = "Option<String>", regex(pattern = "^(kernel|vhost-user)$"))
     )]
     pub(super) backend: Option<Value>,
-    /// Its cgroup below the io controller's mount; `rtvirtio/NAME` if nothing says.
+    /// Its cgroup below the io controller's mount; `rtvirtio/NAME` if nothing says. If it is not there, the cgroup
+    /// of the QEMU that runs under the VM's name is taken.
     #[cfg_attr(feature = "schema", schemars(with = "Option<String>"))]
     pub(super) cgroup: Option<Value>,
     /// Its virtual CPUs; IOThreads are planned for VMs that say.

@@ -87,6 +87,55 @@ fn queues_of_a_nic_are_seen_and_moved_as_those_of_a_disk() {
     assert!(twice.contains("nic \"a\""), "{twice}");
 }
 
+#[test]
+fn front_end_of_a_nic_and_rings_that_its_driver_breaks_are_told_of() {
+    let directory = tempfile::tempdir().unwrap();
+    let text = NETWORK.replace("DIR", directory.path().to_str().unwrap());
+    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
+    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
+    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    let events = registry.events();
+    registry.add_all(&configuration, opened).unwrap();
+    let mut rig = Rig { registry, events, directory };
+    let device = DiskName::new("a").unwrap();
+    let mut begun = Vec::new();
+    while !matches!(begun.last(), Some(Event::PolicySet { .. })) {
+        begun.push(rig.event());
+    }
+    assert!(begun.contains(&Event::DeviceAdded { device: device.clone() }), "{begun:?}");
+
+    let front = UnixStream::connect(rig.directory.path().join("a.sock")).unwrap();
+    assert_eq!(rig.event(), Event::FrontEndConnected { device: device.clone() });
+    drop(front);
+    assert_eq!(rig.event(), Event::FrontEndDisconnected { device: device.clone() });
+
+    // While it runs, and once: neither the watchdog nor the session's end tells again.
+    for runs_on in [true, false] {
+        let (nic, host) = rig.registry.nic(&device);
+        let mut session = Session::new(nic, host);
+        let guest = give_ring(&mut session, 1);
+        break_ring(&guest);
+        kick(&mut session, 1);
+        let reason = "the available index jumps".to_owned();
+        let broken = Event::QueueBroken { device: device.clone(), queue: 1, reason };
+        if runs_on {
+            assert_eq!(rig.event(), broken);
+            std::thread::sleep(Duration::from_millis(250));
+            drop(session);
+        } else {
+            let (_, host) = rig.registry.nic(&device);
+            while !host.is_broken(1) {
+                std::hint::spin_loop();
+            }
+            drop(session);
+            assert_eq!(rig.event(), broken);
+        }
+        assert_eq!(rig.events.try_recv(), Err(TryRecvError::Empty));
+    }
+    rig.registry.remove_nic(&device).unwrap();
+    assert_eq!(rig.event(), Event::DeviceRemoved { device });
+}
+
 /// A disk that comes to an IOThread of a promised network device, as a new one or by a move, would take what is promised.
 #[test]
 fn disk_that_would_break_a_promise_is_refused_whichever_way_it_comes() {
@@ -152,6 +201,55 @@ tx = {{ max_frames = 20000, burst_ms = 1, within_us = 200 }}
         late: 0,
     };
     assert_eq!(queues, [None, Some(promised)]);
+}
+
+/// On one IOThread the two would be too much, as they are while only one of them has moved.
+#[test]
+fn promised_queues_that_change_places_go_together_or_not_at_all() {
+    let directory = tempfile::tempdir().unwrap();
+    let rate = "{ max_frames = 1100000, burst_ms = 0, within_us = 1000000 }";
+    let socket = directory.path().join("plc.sock");
+    let text = format!(
+        r#"version = 1
+[[iothread]]
+name = "iot0"
+[[iothread]]
+name = "iot1"
+[[network]]
+name = "lan"
+[[nic]]
+name = "plc"
+vm = "plc"
+socket = "{}"
+network = "lan"
+mapping = [{{ iothread = "iot0", vqs = [0] }}, {{ iothread = "iot1", vqs = [1] }}]
+rx = {rate}
+tx = {rate}
+"#,
+        socket.display()
+    );
+    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
+    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
+    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    registry.add_all(&configuration, opened).unwrap();
+    let plc = DiskName::new("plc").unwrap();
+    let set = |names: [&str; 2]| {
+        let entries = (0..)
+            .zip(names)
+            .map(|(queue, name): (u16, _)| json!({ "iothread": name, "vqs": [queue] }));
+        let entries: Vec<Entry> = serde_json::from_value(entries.collect()).unwrap();
+        registry.set_mapping(&plc, &entries)
+    };
+    let names = || {
+        let mapping = registry.mapping(&plc).unwrap();
+        mapping.by_queue().iter().map(ToString::to_string).collect::<Vec<_>>()
+    };
+    set(["iot1", "iot0"]).unwrap();
+    assert_eq!(names(), ["iot1", "iot0"]);
+    let one = registry.move_queue(&plc, 0, &IoThreadName::new("iot0").unwrap());
+    assert!(one.unwrap_err().to_string().contains("cannot keep what nic \"plc\" is promised"));
+    set(["iot0", "iot0"]).unwrap_err();
+    assert_eq!(names(), ["iot1", "iot0"]);
 }
 
 /// A disk beside it, or too short a time, and a limit alone always fits.
@@ -263,13 +361,16 @@ fn nics_and_networks_come_and_go_and_keep_to_the_rules_of_a_file() {
     for (name, more, words) in [
         ("c", lan.clone(), "there is a device \"c\" already"),
         ("root", lan.clone(), "there is a device \"root\" already"),
-        ("d", of_a, "is that of a nic"),
+        ("d", of_a, "is that of device"),
         ("d", json!({ "network": "lan", "socket": socket("root") }), "is that of device \"root\""),
         ("d", json!({ "network": "lan", "mac": mac }), "\"c\""),
         ("d", json!({ "network": "wan" }), "there is no network \"wan\""),
         ("d", json!({ "network": "lan", "trust": "other" }), "trust"),
         ("d", json!({ "tap": "tap0" }), "0 of its queues were handed over"),
         ("d", json!({ "stream": directory.path().join("nobody") }), "cannot connect d"),
+        ("d", json!({ "stream": socket("a") }), "is the socket of device \"a\" of this data plane"),
+        ("d", json!({ "stream": socket("root") }), "is the socket of device \"root\""),
+        ("d", json!({ "stream": socket("d") }), "is the socket of nic \"d\""),
         ("d", json!({ "network": "lan", "mapping": [{ "iothread": "iot9" }] }), "iot9"),
     ] {
         let error = add(name, more.clone()).unwrap_err();

@@ -1,11 +1,12 @@
 //! What a configuration names that this host does not have.
 
 use std::collections::BTreeSet;
-use std::os::unix::fs::FileTypeExt as _;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::Path;
 
 use rtvirtio_dataplane::Tap;
 use rtvirtio_dataplane::plane::check_image;
+use rtvirtio_dataplane::sandbox::Identity;
 use rtvirtio_spec::plan::qemu::cpuset;
 use rtvirtio_spec::serve::{Configuration, Device, Engine, Listen, NicLink};
 use rtvirtio_units::CpuId;
@@ -65,10 +66,15 @@ pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -
     let sockets: BTreeSet<&Path> = sockets.map(AsRef::as_ref).collect();
     let directories: BTreeSet<&Path> =
         sockets.iter().filter_map(|socket| socket.parent()).collect();
-    missing.extend(directories.into_iter().filter_map(unusable_directory));
+    missing.extend(directories.iter().filter_map(|directory| unusable_directory(directory)));
     missing.extend(sockets.into_iter().filter_map(unusable_socket));
-    if let Err(error) = super::identity(&configuration.service) {
-        missing.push(format!("service: {error}"));
+    match super::identity(&configuration.service) {
+        Ok(Some(identity)) if configuration.service.user.is_some() => {
+            let kept = |directory: &&Path| keeps_sockets(directory, &identity);
+            missing.extend(directories.iter().filter_map(kept));
+        }
+        Ok(_) => {}
+        Err(error) => missing.push(format!("service: {error}")),
     }
     missing.extend(configuration.devices.iter().filter_map(unusable_image));
     for nic in &configuration.nics {
@@ -126,6 +132,22 @@ fn unusable_directory(directory: &Path) -> Option<String> {
             user()
         )),
     }
+}
+
+/// Why the sockets that root makes there stay when the user that it becomes ends, if so.
+fn keeps_sockets(directory: &Path, identity: &Identity) -> Option<String> {
+    let found = directory.metadata().ok()?;
+    let may_write = match (found.uid(), found.gid()) {
+        (uid, _) if uid == identity.uid() => found.mode() & 0o200,
+        (_, gid) if gid == identity.gid() => found.mode() & 0o020,
+        _ => found.mode() & 0o002,
+    };
+    let (shown, user) = (directory.display(), identity.name());
+    (may_write == 0).then(|| {
+        format!(
+            "user {user} may not remove the sockets in {shown} at the end: chown {user} {shown}"
+        )
+    })
 }
 
 fn is_denied(error: &std::io::Error) -> bool {
@@ -287,6 +309,22 @@ mod tests {
             );
         }
         assert_eq!(found.len(), if is_root { 7 } else { 6 }, "{found:#?}");
+    }
+
+    #[test]
+    fn directory_whose_sockets_would_stay_is_named() {
+        use std::os::unix::fs::PermissionsExt as _;
+
+        let Ok(identity) = Identity::find("nobody", None) else {
+            eprintln!("SKIPPED directory_whose_sockets_would_stay_is_named: no user nobody");
+            return;
+        };
+        let directory = tempfile::tempdir().unwrap();
+        let found = keeps_sockets(directory.path(), &identity).unwrap();
+        assert!(found.contains("user nobody may not remove the sockets in "), "{found}");
+        let all = std::fs::Permissions::from_mode(0o1777);
+        std::fs::set_permissions(directory.path(), all).unwrap();
+        assert_eq!(keeps_sockets(directory.path(), &identity), None);
     }
 
     /// A configuration of one disk whose image and sockets are there.

@@ -31,7 +31,6 @@ pub(super) fn notice(device: &str, notice: Notice<'_>) {
         }
         // Of the service manager.
         Notice::KeepTap { .. } | Notice::ReleaseTap { .. } => {}
-        Notice::Broken { queue, reason } => broken(&device, queue, &reason),
         Notice::EmptyRing { queue } => {
             warn!(
                 about = %device,
@@ -40,10 +39,6 @@ pub(super) fn notice(device: &str, notice: Notice<'_>) {
             );
         }
     }
-}
-
-fn broken(device: &dyn std::fmt::Display, queue: u16, reason: &dyn std::fmt::Display) {
-    warn!(about = %device, "queue {queue} is broken by its driver: {reason}");
 }
 
 /// What has happened.
@@ -59,7 +54,9 @@ pub(super) fn event(event: &Event) {
         Event::QueueMoved { device, queue, from, to, pause_ns } => {
             debug!(about = %device, "queue {queue} went from {from} to {to}, {pause_ns} without service");
         }
-        Event::QueueBroken { device, queue, reason } => broken(device, *queue, reason),
+        Event::QueueBroken { device, queue, reason } => {
+            warn!(about = %device, "queue {queue} is broken by its driver: {reason}");
+        }
         Event::DeviceStalled { schedule, stall, stalls } => {
             let StallState { length_ns, in_flight, .. } = stall;
             warn!(
