@@ -28,7 +28,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result, ensure};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Tier};
 use rtvirtio_cli::input;
 use rtvirtio_cli::progress::{Progress, human};
@@ -48,6 +48,8 @@ use crate::testbed::{DeviceUnderTest, Work, plain};
 use kept::KeptFile;
 use room::Room;
 
+/// The part of a device that a load is taken to use before it was measured.
+const USED: f64 = 0.5;
 /// How often a probe is tried that disturbs others, and what cannot be done without.
 const TRIES: u32 = 3;
 /// Probes in succession that disturbed others, after which no further one is tried.
@@ -297,10 +299,8 @@ enum Kept {
     Probe(ProbeRun),
 }
 
-/// How long a calibration takes, about, where tasks deliver what they should.
-#[must_use]
-pub fn duration(device: &dyn DeviceUnderTest, depth: Depth) -> Duration {
-    let scale = device.scale();
+/// How many probes a calibration has where tasks deliver what they should.
+fn probes(device: &dyn DeviceUnderTest, depth: Depth) -> usize {
     let has_iocost = device.has_iocost();
     let probes = |stage: &Stage| match stage.regime {
         Some(Regime::Controlled) if !has_iocost => 0,
@@ -308,24 +308,52 @@ pub fn duration(device: &dyn DeviceUnderTest, depth: Depth) -> Duration {
         Some(_) => PROBES_OF_A_REGIME,
         None => stage.settings.len(),
     };
-    let probes: usize = stages(depth).iter().map(probes).sum();
-    CellLoad::duration(depth.probe(scale)) * probes as u32 + CellLoad::duration(alone::WINDOW) * 4
+    stages(depth).iter().map(probes).sum()
 }
 
-/// Calibrates the device, whose data is overwritten. `partial` is
-/// the file in which finished probes are kept, unless others use the device; it is removed at the end.
-/// After `limit` no probe is begun that is not indispensable; [`missing`] says what the profile then lacks.
+/// How long a load with this window takes, about, and the rest that others are owed after it.
+fn load_duration(device: &dyn DeviceUnderTest, window: Duration) -> Duration {
+    let took = CellLoad::duration(window);
+    took + device.owed(Work { active: window + RAMP, took, used: USED })
+}
+
+/// How long a calibration without a limit takes, about, where tasks deliver what they should.
+#[must_use]
+pub fn duration(device: &dyn DeviceUnderTest, depth: Depth) -> Duration {
+    let probe = load_duration(device, depth.probe(device.scale()));
+    probe * probes(device, depth) as u32 + alone::duration(device)
+}
+
+/// The steps of a calibration of which so much is kept, and how long they take, about. The last one that begins before
+/// the limit ends after it.
+fn planned(
+    device: &dyn DeviceUnderTest,
+    depth: Depth,
+    limit: Duration,
+    kept: &[Kept],
+) -> (usize, Duration) {
+    let has_capacity = kept.iter().any(|k| matches!(k, Kept::Capacity(_)));
+    let alone = if has_capacity { Duration::ZERO } else { alone::duration(device) };
+    let probe = load_duration(device, depth.probe(device.scale()));
+    let done = kept.iter().filter(|k| matches!(k, Kept::Probe(_))).count();
+    let begun = limit.saturating_sub(alone).as_secs_f64() / probe.as_secs_f64();
+    let probes = probes(device, depth).saturating_sub(done).min(begun.ceil() as usize).max(1);
+    (usize::from(!has_capacity) + probes, alone + probe * probes as u32)
+}
+
+/// Calibrates the device. `partial` is the file in which finished probes are kept, unless others use the device; it is
+/// returned with the profile.
 ///
 /// # Errors
 /// As [`DeviceUnderTest::measure`], and if something else lies where `partial` is to be.
-pub fn calibrate(
+fn calibrate(
     device: &dyn DeviceUnderTest,
     depth: Depth,
     limit: Duration,
     partial: &Path,
     date: String,
     interrupted: &Interrupted,
-) -> Result<Profile> {
+) -> Result<(Profile, Option<KeptFile>)> {
     let (begin, scale) = (Instant::now(), device.scale());
     let identity = device.testbed().identity()?;
     let kernel = device.testbed().kernel_release()?;
@@ -336,10 +364,8 @@ pub fn calibrate(
         let (file, kept) = KeptFile::open(partial, named)?;
         (Some(file), kept)
     };
-    let expected = CellLoad::duration(depth.probe(scale));
-    let spent = expected * (kept.len() - 1) as u32;
-    let left = duration(device, depth).saturating_sub(spent).max(expected);
-    let steps = (left.as_secs_f64() / expected.as_secs_f64()).ceil() as usize;
+    let expected = load_duration(device, depth.probe(scale));
+    let (steps, left) = planned(device, depth, limit, &kept);
     let mut progress = Progress::new(steps, left);
     let capacity = kept.iter().find_map(|k| match k {
         Kept::Capacity(c) => Some(*c),
@@ -371,14 +397,16 @@ pub fn calibrate(
         ));
     }
     let mut room = Room::beside_others(device, &capacity);
-    if let Some(said) = room.describe(depth) {
-        progress.note(&format!("calibrate: {said}"));
-    }
+    let tell = |room: &Room, progress: &Progress| {
+        if let Some(said) = room.describe(depth) {
+            progress.note(&format!("calibrate: {said}"));
+        }
+    };
+    tell(&room, &progress);
     let mut stopped = 0;
     while let Some(setting) = next(depth, &room, &runs, &capacity) {
-        if room.has_iocost && device.others().is_some() {
-            // They came meanwhile, and would be controlled too.
-            room.has_iocost = false;
+        if room.give_way(device, &capacity) {
+            tell(&room, &progress);
             continue;
         }
         let is_indispensable = runs.is_empty();
@@ -390,6 +418,7 @@ pub fn calibrate(
         let started = Instant::now();
         let run = match probe(device, setting, depth.probe(scale), &capacity, interrupted) {
             Err(error) if error.is::<GaveUp>() => {
+                progress.finish(expected);
                 stopped += 1;
                 let times = room.stop(setting);
                 if is_indispensable && times >= TRIES {
@@ -405,10 +434,10 @@ pub fn calibrate(
             run => run?,
         };
         stopped = 0;
-        progress.finish(expected);
         let active = depth.probe(scale) + RAMP;
         let (took, used) = (started.elapsed(), run.used(&capacity));
         device.rest(Work { active, took, used }, interrupted)?;
+        progress.finish(expected);
         keep(file.as_mut(), &Kept::Probe(run.clone()))?;
         runs.push(run);
     }
@@ -419,10 +448,7 @@ pub fn calibrate(
     for missing in missing(&profile, depth) {
         progress.note(&format!("calibrate: missing: {missing}"));
     }
-    if let Some(file) = file {
-        file.remove();
-    }
-    Ok(profile)
+    Ok((profile, file))
 }
 
 /// A whole calibration, and the time after which it begins no probe.
@@ -432,10 +458,12 @@ pub const FULL: (Depth, Duration) = (Depth::Full, Duration::from_secs(360));
 /// `init` watches for one.
 pub const IN_USE_LIMIT: Duration = Duration::from_secs(240);
 
-/// Calibrates and writes the profile to `output`; what is kept of an unfinished calibration lies beside it.
+/// Calibrates the device, whose data is overwritten, and writes the profile to `output`. Until then finished
+/// probes are kept in a file beside it, unless others use the device. After the limit no probe is begun that is not
+/// indispensable; [`missing`] says what the profile then lacks.
 ///
 /// # Errors
-/// As [`calibrate`], and if the profile cannot be written.
+/// As [`DeviceUnderTest::measure`] and [`write()`], and if something else lies where probes are to be kept.
 pub fn calibrate_to(
     device: &dyn DeviceUnderTest,
     (depth, limit): (Depth, Duration),
@@ -444,9 +472,33 @@ pub fn calibrate_to(
 ) -> Result<Profile> {
     let partial = kept::path_beside(output);
     let date = jiff::Timestamp::now().to_string();
-    let profile = calibrate(device, depth, limit, &partial, date, interrupted)?;
-    input::write(output, &serde_json::to_string_pretty(&profile)?)?;
+    let (profile, kept) = calibrate(device, depth, limit, &partial, date, interrupted)?;
+    finish(&profile, output, kept)?;
     Ok(profile)
+}
+
+/// Writes the profile, and only then removes what was kept: if that fails, a calibration that is started again
+/// goes on from there.
+fn finish(profile: &Profile, output: &Path, kept: Option<KeptFile>) -> Result<()> {
+    write(profile, output)?;
+    if let Some(file) = kept {
+        file.remove();
+    }
+    Ok(())
+}
+
+/// Writes a profile to `output`.
+///
+/// # Errors
+/// No plan could be made with it, which nobody should learn only then, or it cannot be written.
+pub fn write(profile: &Profile, output: &Path) -> Result<()> {
+    ensure!(
+        !profile.structural.base.is_empty(),
+        "no profile is written: it lacks the base of all predictions, for which a run without a writer and under a \
+         scheduler that does not idle has to be measured"
+    );
+    profile.check().context("no profile is written: it could not be used")?;
+    input::write(output, &serde_json::to_string_pretty(profile)?)
 }
 
 /// A window in which a device was watched: a run of the load that was there.
@@ -590,6 +642,11 @@ fn describe((scheduler, vms, writer): ProbeSetting) -> String {
 
 fn keep(file: Option<&mut KeptFile>, value: &Kept) -> Result<()> {
     file.map_or(Ok(()), |file| file.keep(value))
+}
+
+/// Whether a scheduler idles between the requests of a queue.
+pub(crate) fn idles(scheduler: Scheduler) -> bool {
+    matches!(scheduler, Scheduler::Bfq(bfq) if bfq.slice_idle_us > 0)
 }
 
 /// VMs with L, M and H, and the writer; targets are there to be measured, not met.

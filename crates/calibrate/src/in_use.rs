@@ -30,6 +30,7 @@ use rtvirtio_spec::settings::{Bfq, Scheduler};
 use rtvirtio_spec::specification::Specification;
 use rtvirtio_units::{Bytes, Nanos};
 
+use crate::calibration::idles;
 use crate::device;
 use crate::load::{Cgroups, Measurement};
 use crate::neighbours::{GaveUp, NeighbourTarget, Neighbours, OtherLoad};
@@ -239,7 +240,7 @@ pub struct DiskInUse {
 
 struct State {
     neighbours: Neighbours,
-    /// What they had the disk do during the last measurement.
+    /// What they had the disk do during the last measurement, or after it if it was stopped.
     others: Option<OtherLoad>,
     /// Measurements that were stopped, one after the other.
     stopped: u32,
@@ -311,7 +312,22 @@ impl DiskInUse {
     }
 }
 
+/// Refuses to measure a disk under a scheduler that idles: no run would tell what the disk does by itself, which every
+/// prediction starts from.
+fn check_does_not_idle(disk: &str, scheduler: Scheduler) -> Result<()> {
+    ensure!(
+        !idles(scheduler),
+        "{disk} has the scheduler bfq, which idles between requests, so that what is measured makes no profile: \
+         write 0 to /sys/block/{disk}/queue/iosched/slice_idle, or have calibrate change the scheduler for its probes \
+         (calibrate --in LOCATION --probe-schedulers)"
+    );
+    Ok(())
+}
+
 /// The scheduler that a disk has, with its parameters.
+///
+/// # Errors
+/// Nothing can be measured under it, or it is not known.
 pub(crate) fn scheduler_of(host: &Host, leaf: &Leaf) -> Result<Scheduler> {
     if host.has_no_scheduler(&leaf.node())? {
         return Ok(Scheduler::None);
@@ -328,7 +344,7 @@ pub(crate) fn scheduler_of(host: &Host, leaf: &Leaf) -> Result<Scheduler> {
         let text = read(&format!("iosched/{file}"))?;
         text.trim().parse().with_context(|| format!("{file} of {disk} is {text:?}"))
     };
-    Ok(match chosen.map(|(name, _)| name) {
+    let scheduler = match chosen.map(|(name, _)| name) {
         Some("none") => Scheduler::None,
         Some("mq-deadline") => Scheduler::MqDeadline,
         Some("kyber") => Scheduler::Kyber,
@@ -339,7 +355,9 @@ pub(crate) fn scheduler_of(host: &Host, leaf: &Leaf) -> Result<Scheduler> {
             max_budget: number("max_budget")?,
         }),
         _ => bail!("{disk} has a scheduler that rtvirtio does not know: {}", offered.trim()),
-    })
+    };
+    check_does_not_idle(disk, scheduler)?;
+    Ok(scheduler)
 }
 
 impl DeviceUnderTest for DiskInUse {
@@ -376,14 +394,17 @@ impl DeviceUnderTest for DiskInUse {
         state.others.and_then(|_| state.neighbours.tolerate())
     }
 
+    fn owed(&self, work: Work) -> Duration {
+        let owed = work.owed(self.share);
+        if self.others().is_none() || owed.is_zero() { Duration::ZERO } else { owed.max(GLANCE) }
+    }
+
     fn rest(&self, work: Work, interrupted: &Interrupted) -> Result<()> {
-        let mut state = self.state();
-        let whole = work.active.mul_f64(work.used / self.share);
-        let pause = whole.saturating_sub(work.took);
-        if state.others.is_none() || pause.is_zero() {
+        let pause = self.owed(work);
+        if pause.is_zero() {
             return Ok(());
         }
-        state.neighbours.watch(pause.max(GLANCE), interrupted)
+        self.state().neighbours.watch(pause, interrupted)
     }
 
     fn specification(
@@ -423,6 +444,8 @@ impl DeviceUnderTest for DiskInUse {
                 let pause = BACKOFF * 2_u32.pow((*stopped).min(MAX_BACKOFFS));
                 *stopped += 1;
                 neighbours.watch(pause, interrupted)?;
+                // Whoever came during the measurement is known only now.
+                *others = neighbours.load().or(*others);
                 Err(GaveUp(why).into())
             }
         }
@@ -470,5 +493,17 @@ mod tests {
         let file = WorkFile::create(directory.path(), Some(Bytes::new(MIN_SIZE))).unwrap();
         let interrupted = Interrupted::new(true);
         assert!(file.fill(None, &interrupted).is_err());
+    }
+
+    #[test]
+    fn disk_whose_scheduler_idles_is_refused_with_what_to_do() {
+        let of = |scheduler| check_does_not_idle("sda", scheduler);
+        let error = of(Scheduler::Bfq(Bfq::DEFAULT)).unwrap_err().to_string();
+        assert!(error.contains("write 0 to /sys/block/sda/queue/iosched/slice_idle"), "{error}");
+        assert!(error.contains("--probe-schedulers"), "{error}");
+        let quiet = Scheduler::Bfq(Bfq { slice_idle_us: 0, ..Bfq::DEFAULT });
+        for scheduler in [Scheduler::None, Scheduler::MqDeadline, Scheduler::Kyber, quiet] {
+            of(scheduler).unwrap();
+        }
     }
 }

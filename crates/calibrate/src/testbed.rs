@@ -52,6 +52,13 @@ pub struct Work {
     pub used: f64,
 }
 
+impl Work {
+    /// How long others are still owed the device, of whose time a calibration takes this share.
+    pub(crate) fn owed(self, share: f64) -> Duration {
+        self.active.mul_f64(self.used / share).saturating_sub(self.took)
+    }
+}
+
 /// What is measured: a device, and where the load on it runs.
 pub trait DeviceUnderTest {
     /// The device, and what is set on it.
@@ -78,7 +85,8 @@ pub trait DeviceUnderTest {
         false
     }
 
-    /// What others had the device do during the last measurement; `None`: nobody else uses it.
+    /// What others had the device do during the last measurement, or after it if it was stopped; `None`: nobody else
+    /// uses it.
     fn others(&self) -> Option<OtherLoad> {
         None
     }
@@ -86,6 +94,12 @@ pub trait DeviceUnderTest {
     /// How long a request of others may take; `None`: nobody else uses it.
     fn tolerated(&self) -> Option<Nanos> {
         None
+    }
+
+    /// How long the device is left to others after a load.
+    fn owed(&self, work: Work) -> Duration {
+        let _ = work;
+        Duration::ZERO
     }
 
     /// Leaves the device to others after a load, for as long as they are still owed.

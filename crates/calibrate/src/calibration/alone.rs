@@ -17,13 +17,13 @@ use rtvirtio_spec::settings::{Scheduler, Settings};
 use rtvirtio_spec::specification::{Load, Recognise, Target, Task};
 use rtvirtio_units::{Bytes, BytesPerSecond, Confidence, Nanos, Percentile, TaskName};
 
-use super::{TRIES, Writer, device_settings, specification};
-use crate::load::{CellLoad, RAMP};
+use super::{TRIES, Writer, device_settings, load_duration, specification};
+use crate::load::RAMP;
 use crate::neighbours::{GaveUp, OtherLoad};
 use crate::testbed::{DeviceUnderTest, Work, plain};
 
 /// Length of a run on the device alone.
-pub(super) const WINDOW: Duration = Duration::from_millis(1500);
+const WINDOW: Duration = Duration::from_millis(1500);
 
 /// A device that does no more than so many times what it did at half the depth is saturated.
 const SATURATED: f64 = 1.1;
@@ -61,7 +61,7 @@ const fn depths(is_in_use: bool) -> &'static [u32] {
 /// How long [`measure`] takes, about.
 pub(super) fn duration(device: &dyn DeviceUnderTest) -> Duration {
     let runs = if device.others().is_some() { 2 * (1 + REPEATED) + 6 } else { 4 };
-    CellLoad::duration(WINDOW) * runs
+    load_duration(device, WINDOW) * runs
 }
 
 /// What the device does for one user.

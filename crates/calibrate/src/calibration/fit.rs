@@ -15,7 +15,7 @@ use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{IoCost, Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
-use super::{ProbeRun, Writer};
+use super::{ProbeRun, TOGETHER, Writer};
 
 /// The percentile that a probe of `n` samples shows: the highest with 5 beyond it, which keeps the
 /// luck of one sample out of it, else p99 with 2 (a flooded task issues no more).
@@ -43,13 +43,12 @@ pub(super) fn fit(
         if !is_known(run, &structural, &capacity) {
             continue;
         }
-        let mut of_vms: BTreeMap<(Regime, usize), f64> = BTreeMap::new();
+        let mut of_vms: BTreeMap<(Regime, usize), Vec<f64>> = BTreeMap::new();
         for observation in observations(std::slice::from_ref(run)) {
             let (regime, predicted) = observation.predicted(&structural, &capacity);
             let score = ln_ratio(observation.disturbed_tail(), predicted);
             residuals.structural.entry(regime).or_default().push(score);
-            let of_vm = of_vms.entry((regime, observation.vm)).or_insert(score);
-            *of_vm = of_vm.max(score);
+            of_vms.entry((regime, observation.vm)).or_default().push(score);
             if idles(run) {
                 let reading = Reading::Corrected;
                 let of_paper = paper::host_part(&paper, &load(run), observation.vm, reading);
@@ -57,8 +56,10 @@ pub(super) fn fit(
                 residuals.paper.entry(regime).or_default().push(score);
             }
         }
-        for ((regime, _), score) in of_vms {
-            residuals.structural_vms.entry(regime).or_default().push(score);
+        for ((regime, _), scores) in of_vms {
+            if let Some(score) = vm_score(&scores) {
+                residuals.structural_vms.entry(regime).or_default().push(score);
+            }
         }
     }
     let Residuals { structural: of_tasks, structural_vms, paper: of_paper } = &mut residuals;
@@ -91,19 +92,24 @@ pub(super) fn scores(runs: &[ProbeRun], capacity: &Capacity, of: Regime) -> (Vec
     let mut tasks = Vec::new();
     let mut vms = Vec::new();
     for run in runs.iter().filter(|run| is_known(run, &fit, capacity)) {
-        let mut of_vms: BTreeMap<usize, f64> = BTreeMap::new();
+        let mut of_vms: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
         for observation in observations(std::slice::from_ref(run)) {
             let (regime, predicted) = observation.predicted(&fit, capacity);
             if regime == of {
                 let score = ln_ratio(observation.tail, predicted);
                 tasks.push(score);
-                let of_vm = of_vms.entry(observation.vm).or_insert(score);
-                *of_vm = of_vm.max(score);
+                of_vms.entry(observation.vm).or_default().push(score);
             }
         }
-        vms.extend(of_vms.into_values());
+        vms.extend(of_vms.into_values().filter_map(|scores| vm_score(&scores)));
     }
     (tasks, vms)
+}
+
+/// The score of a VM: the largest of its tasks' scores, if each task has one. A task that delivers too little has none
+/// and is seldom a fast one, so that the largest of fewer scores would be too small.
+fn vm_score(of_tasks: &[f64]) -> Option<f64> {
+    of_tasks.iter().copied().max_by(f64::total_cmp).filter(|_| of_tasks.len() == TOGETHER)
 }
 
 /// Whether a fit has the setting of a run, if that is iocost's. Runs that showed one to be of no use say nothing of a bound under
@@ -184,7 +190,7 @@ fn fit_paper(runs: &[ProbeRun], capacity: &Capacity) -> PaperFit {
 }
 
 fn idles(run: &ProbeRun) -> bool {
-    matches!(run.setting.0, Scheduler::Bfq(b) if b.slice_idle_us > 0)
+    super::idles(run.setting.0)
 }
 
 /// ln(a / b), finite for zero too.

@@ -3,7 +3,7 @@
 use rtvirtio_spec::profile::Capacity;
 use rtvirtio_spec::settings::Scheduler;
 
-use super::{Depth, ProbeSetting, TRIES, Writer, alone};
+use super::{Depth, ProbeSetting, TRIES, Writer, alone, idles};
 use crate::testbed::DeviceUnderTest;
 
 /// Requests per second of a VM of the probes: L, M and H.
@@ -58,6 +58,17 @@ impl Room {
         Self { vms, caps, may_flood: false, ..whole }
     }
 
+    /// Makes room for others if they came after it was found, and keeps what was stopped; whether they did.
+    pub(super) fn give_way(&mut self, device: &dyn DeviceUnderTest, capacity: &Capacity) -> bool {
+        // Writers without a cap are probed only where nobody else uses the device.
+        if !self.may_flood || device.others().is_none() {
+            return false;
+        }
+        let stopped = std::mem::take(&mut self.stopped);
+        *self = Self { stopped, ..Self::beside_others(device, capacity) };
+        true
+    }
+
     /// What it leaves out, for people; `None`: nothing.
     pub(super) fn describe(&self, depth: Depth) -> Option<String> {
         if *self == (Self { has_iocost: self.has_iocost, ..Self::whole(self.kept) }) {
@@ -77,7 +88,6 @@ impl Room {
 
     /// A probe as it is made here; `None`: not at all.
     pub(super) fn fit(&self, (scheduler, vms, writer): ProbeSetting) -> Option<ProbeSetting> {
-        let idles = |s: Scheduler| matches!(s, Scheduler::Bfq(bfq) if bfq.slice_idle_us > 0);
         let scheduler = match self.kept {
             // What only another one does is not probed.
             Some(kept) if idles(scheduler) && !idles(kept) => return None,

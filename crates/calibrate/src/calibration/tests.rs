@@ -1,9 +1,12 @@
 //! Which probes are made, in which order, until there are enough.
 
+use rtvirtio_cases::SchemeSettings;
 use rtvirtio_spec::profile::{IoCostFit, Response};
 use rtvirtio_units::Bytes;
 
 use super::*;
+use crate::load::Measurement;
+use crate::testbed::Testbed;
 
 pub(super) const CAPACITY: Capacity = Capacity {
     iops_4k: 16_000.0,
@@ -78,8 +81,10 @@ fn calibration_that_is_cut_short_has_a_bound_on_one_task_in_both_regimes_that_pl
 
 #[test]
 fn probes_go_on_where_tasks_deliver_too_little_to_show_a_percentile() {
-    // L shows nothing at half its rate: eight task-runs a probe, but VM-runs count too.
+    // At half its rate L still shows a percentile.
     assert_eq!(all(Depth::Quick, 0.5, 100).len(), 8);
+    // At less it does not: eight task-runs a probe, and no run of a whole VM.
+    assert_eq!(all(Depth::Quick, 0.3, 100).len(), 11);
     // At a hundredth nothing does: they go on until the time is up.
     assert_eq!(all(Depth::Quick, 0.01, 50).len(), 50);
 }
@@ -147,6 +152,161 @@ fn probe_that_disturbs_others_comes_after_the_rest_and_is_dropped_in_the_end() {
     panic!("goes on for ever");
 }
 
+/// A device that others may use, of whose time a calibration then has a fifth. Nothing is measured on it.
+struct Shared {
+    others: Option<OtherLoad>,
+}
+
+impl DeviceUnderTest for Shared {
+    fn testbed(&self) -> &Testbed {
+        unreachable!("nothing is measured")
+    }
+
+    fn scale(&self) -> Scale {
+        Scale::ONE
+    }
+
+    fn measured_at(&self) -> MeasuredAt {
+        MeasuredAt::Host
+    }
+
+    fn has_iocost(&self) -> bool {
+        true
+    }
+
+    fn others(&self) -> Option<OtherLoad> {
+        self.others
+    }
+
+    fn tolerated(&self) -> Option<Nanos> {
+        self.others.map(|_| Nanos::from_millis(5))
+    }
+
+    fn owed(&self, work: Work) -> Duration {
+        self.others.map_or(Duration::ZERO, |_| work.owed(0.2))
+    }
+
+    fn specification(&self, _: Case, _: Tier, _: Neighbour, _: Nanos) -> Specification {
+        unreachable!("nothing is measured")
+    }
+
+    fn measure(
+        &self,
+        _: &Specification,
+        _: &SchemeSettings,
+        _: Duration,
+        _: &Interrupted,
+    ) -> Result<Measurement> {
+        unreachable!("nothing is measured")
+    }
+}
+
+/// Others who use half of the device.
+fn others() -> OtherLoad {
+    OtherLoad { iops: 8_000.0, block_size: Bytes::from_kib(4), read_fraction: 0.7 }
+}
+
+#[test]
+fn neighbours_that_come_during_a_calibration_are_given_room() {
+    let mut device = Shared { others: None };
+    let mut room = Room::beside_others(&device, &CAPACITY);
+    let (flood, base) = ((Scheduler::None, 4, Writer::Unlimited), BASE.settings[0]);
+    assert!(room.has_iocost && room.fit(flood).is_some(), "{room:?}");
+    room.stop(base);
+    assert!(!room.give_way(&device, &CAPACITY));
+    device.others = Some(others());
+    assert!(room.give_way(&device, &CAPACITY));
+    let found = Room::beside_others(&device, &CAPACITY);
+    assert_eq!(room, Room { stopped: vec![(base, 1)], ..found });
+    assert!(room.vms == 2 && room.caps < 0.3 && !room.has_iocost, "{room:?}");
+    assert_eq!(room.fit(flood), None);
+    assert!(!room.give_way(&device, &CAPACITY));
+}
+
+#[test]
+fn expected_time_is_that_within_the_limit_and_counts_rests() {
+    let (alone, beside) = (Shared { others: None }, Shared { others: Some(others()) });
+    let long = Duration::from_secs(3600);
+    let whole = planned(&alone, Depth::Full, long, &[]);
+    assert_eq!(whole, (1 + 35, duration(&alone, Depth::Full)));
+    // What is kept is not measured again.
+    let kept = [Kept::Capacity(CAPACITY), Kept::Probe(run(BASE.settings[0], 1.0))];
+    let rest = planned(&alone, Depth::Full, long, &kept);
+    assert_eq!(rest, (34, 34 * Duration::from_millis(7_700)));
+    // Of a load that uses half of the device a fifth of the time is 2.5 times its length: 12 runs of 2.5 s, and as many
+    // probes of 6.5 s as begin within four minutes.
+    let limited = planned(&beside, Depth::Full, Duration::from_secs(240), &[]);
+    let time = 12 * Duration::from_millis(6_250) + 11 * Duration::from_millis(16_250);
+    assert_eq!(limited, (1 + 11, time));
+}
+
+/// Whose profile a test has: a device, its kernel, where and when it was measured.
+fn of_a_disk() -> (DeviceIdentity, String, MeasuredAt, String) {
+    let identity = DeviceIdentity {
+        kind: "loop".to_owned(),
+        model: "disk".to_owned(),
+        serial: None,
+        size: Bytes::new(1 << 30),
+        rotational: false,
+    };
+    (identity, "6.18".to_owned(), MeasuredAt::Host, "2026-11-27T00:00:00Z".to_owned())
+}
+
+fn profile_of(runs: &[ProbeRun]) -> Profile {
+    let (device, kernel, measured_at, date) = of_a_disk();
+    fit::fit(device, kernel, measured_at, date, CAPACITY, runs)
+}
+
+#[test]
+fn what_is_kept_is_removed_only_once_a_profile_that_can_be_used_is_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let output = directory.path().join("profile.json");
+    let partial = kept::path_beside(&output);
+    let kept = || {
+        let (device, kernel, measured_at, _) = of_a_disk();
+        Some(KeptFile::open(&partial, Kept::Device(device, kernel, measured_at)).unwrap().0)
+    };
+    let profile = profile_of(&all(Depth::Quick, 1.0, 100));
+    // Where a directory lies no file can be written.
+    std::fs::create_dir(&output).unwrap();
+    assert!(finish(&profile, &output, kept()).is_err());
+    assert!(partial.exists());
+    std::fs::remove_dir(&output).unwrap();
+    let idling = run((Scheduler::Bfq(Bfq::DEFAULT), 4, Writer::Absent), 1.0);
+    let error = finish(&profile_of(&[idling]), &output, kept()).unwrap_err().to_string();
+    assert!(error.contains("lacks the base of all predictions"), "{error}");
+    let broken = Profile { version: 0, ..profile.clone() };
+    let error = finish(&broken, &output, kept()).unwrap_err().to_string();
+    assert!(error.contains("no profile is written"), "{error}");
+    assert!(partial.exists() && !output.exists());
+    finish(&profile, &output, kept()).unwrap();
+    assert!(!partial.exists());
+    input::profile(&output).unwrap();
+}
+
+#[test]
+fn score_of_a_vm_is_one_of_all_three_tasks() {
+    // L shows no percentile.
+    let residuals = profile_of(&all(Depth::Quick, 0.3, 100)).residuals;
+    assert!(!residuals.structural.is_empty());
+    assert_eq!(residuals.structural_vms, BTreeMap::new());
+    // Of a disk that was watched there is one task a run: a bound on three comes from more of those.
+    let mut small = Histogram::new();
+    small.record(Nanos::from_millis(1), 5_000);
+    let window = |_| ObservedWindow {
+        seconds: 5.0,
+        iops: 1_000.0,
+        small: small.clone(),
+        others: None,
+        canary: Nanos::from_micros(100),
+    };
+    let windows = (0..60).map(window).collect();
+    let observed = fit_observed(of_a_disk(), CAPACITY, Scheduler::None, windows);
+    assert_eq!(observed.residuals.structural_vms, BTreeMap::new());
+    let lacking = missing(&observed, Depth::Full);
+    assert!(lacking.iter().all(|lacks| lacks.regime != Regime::Flowing), "{lacking:?}");
+}
+
 #[test]
 fn fit_of_probes_beside_others_is_a_profile() {
     for iops in [500.0, 8_000.0, 15_000.0] {
@@ -159,16 +319,7 @@ fn fit_of_probes_beside_others_is_a_profile() {
                 ProbeRun { others: Some(others), ..run }
             })
             .collect();
-        let identity = DeviceIdentity {
-            kind: "loop".to_owned(),
-            model: "disk".to_owned(),
-            serial: None,
-            size: Bytes::new(1 << 30),
-            rotational: false,
-        };
-        let (kernel, date) = ("6.18".to_owned(), "2026-11-27T00:00:00Z".to_owned());
-        let profile = fit::fit(identity, kernel, MeasuredAt::Host, date, CAPACITY, &runs);
-        profile.check().unwrap();
+        profile_of(&runs).check().unwrap();
     }
 }
 
@@ -218,15 +369,7 @@ fn under_iocost(tail: impl Fn(u8) -> u64, delivered: impl Fn(u8) -> f64) -> Vec<
 }
 
 fn fitted(runs: &[ProbeRun]) -> Profile {
-    let identity = DeviceIdentity {
-        kind: "loop".to_owned(),
-        model: "disk".to_owned(),
-        serial: None,
-        size: Bytes::new(1 << 30),
-        rotational: false,
-    };
-    let (kernel, date) = ("6.18".to_owned(), "2026-11-27T00:00:00Z".to_owned());
-    let profile = fit::fit(identity, kernel, MeasuredAt::Host, date, CAPACITY, runs);
+    let profile = profile_of(runs);
     profile.check().unwrap();
     assert!(missing(&profile, Depth::Full).is_empty(), "{:?}", missing(&profile, Depth::Full));
     profile

@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
-use rtvirtio_calibrate::calibration::{Depth, FULL, IN_USE_LIMIT, calibrate_to, missing, summary};
+use rtvirtio_calibrate::calibration::{
+    self, Depth, FULL, IN_USE_LIMIT, calibrate_to, missing, summary,
+};
 use rtvirtio_calibrate::device;
 use rtvirtio_calibrate::in_use::{DiskInUse, Location, Manners};
 use rtvirtio_calibrate::neighbours::NeighbourTarget;
@@ -119,7 +121,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                 for missing in missing(&profile, Depth::Full) {
                     eprintln!("calibrate: missing: {missing}");
                 }
-                input::write(&args.output, &serde_json::to_string_pretty(&profile)?)?;
+                calibration::write(&profile, &args.output)?;
                 return print(args, &profile);
             }
             if let Location::Volume(path) = &location {
