@@ -22,6 +22,33 @@ use rtvirtio_units::{Confidence, Nanos};
 /// The part of all calibrations whose bounds are to keep their confidence.
 pub const ASSURANCE: f64 = 0.9;
 
+/// The standard normal distribution's quantile at 1 − [`ASSURANCE`].
+const LOW: f64 = -1.281_551_566;
+
+/// Variance of a binomial distribution beyond which it is taken for a normal one: its terms are many
+/// then, and the first of them becomes too small for a number. At 0.95 that is from 2,106 scores on.
+const MANY: f64 = 100.0;
+
+/// Tasks of which calibration takes the largest score of a VM.
+const TASKS_OF_A_VM: usize = 3;
+
+/// Tasks of a VM whose bounds hold together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Together {
+    /// All of them, on whatever devices.
+    pub all: usize,
+    /// Those on the device of which the scores are.
+    pub here: usize,
+}
+
+impl Together {
+    /// So many tasks, all of them on one device.
+    #[must_use]
+    pub const fn on_one_device(tasks: usize) -> Self {
+        Self { all: tasks, here: tasks }
+    }
+}
+
 /// The factor on a prediction at `confidence`; `None` with too few scores:
 /// n must be at least confidence / (1 − confidence), 19 for 0.95. (The
 /// [`ASSURANCE`] that the calibration is no lucky one needs 45.)
@@ -29,13 +56,30 @@ pub const ASSURANCE: f64 = 0.9;
 /// `scores` must be sorted, as a profile's are.
 #[must_use]
 pub fn factor(scores: &[f64], confidence: Confidence) -> Option<f64> {
+    factor_at(scores, confidence.get())
+}
+
+/// The same at a confidence that may be beyond the range of [`Confidence`], as that of a share is.
+fn factor_at(scores: &[f64], confidence: f64) -> Option<f64> {
     let n = scores.len();
-    let least = ((n + 1) as f64 * confidence.get()).ceil() as usize;
+    let least = ((n + 1) as f64 * confidence).ceil() as usize;
     if least > n {
         return None;
     }
-    // How many scores may lie above: P(Bin(n, 1 − confidence) ≤ above) ≤ 1 − ASSURANCE.
-    let (miss, hit) = (1.0 - confidence.get(), confidence.get());
+    let rank = n - may_lie_above(n, confidence);
+    scores.get(rank.max(least) - 1).map(|s| s.exp())
+}
+
+/// How many of `n` scores may lie above the bound: the most with
+/// P(Bin(n, 1 − confidence) ≤ above) ≤ 1 − [`ASSURANCE`], or none.
+fn may_lie_above(n: usize, confidence: f64) -> usize {
+    let (miss, hit) = (1.0 - confidence, confidence);
+    let variance = n as f64 * miss * hit;
+    if variance > MANY {
+        // With corrections for whole numbers and for the skew (Cornish and Fisher 1938).
+        let skew = (hit - miss) * (LOW * LOW - 1.0) / 6.0;
+        return (n as f64 * miss + LOW * variance.sqrt() + skew - 0.5) as usize;
+    }
     let mut term = hit.powi(n as i32);
     let mut below = term;
     let mut above = 0;
@@ -44,8 +88,7 @@ pub fn factor(scores: &[f64], confidence: Confidence) -> Option<f64> {
         term *= (n - above + 1) as f64 / above as f64 * miss / hit;
         below += term;
     }
-    let rank = n - above.saturating_sub(1);
-    scores.get(rank.max(least) - 1).map(|s| s.exp())
+    above.saturating_sub(1)
 }
 
 /// How many scores [`shared`] needs: 19 for one task at 0.95, 59 for three.
@@ -62,13 +105,14 @@ pub fn needed(confidence: Confidence, tasks: usize) -> usize {
 #[must_use]
 pub fn shared(scores: &[f64], confidence: Confidence, tasks: usize) -> Option<f64> {
     let share = (1.0 - confidence.get()) / tasks.max(1) as f64;
-    factor(scores, Confidence::new(1.0 - share).ok()?)
+    factor_at(scores, 1.0 - share)
 }
 
-/// The bound that `tasks` predictions of one VM in `regime` keep together at
+/// The bound that predictions of one VM's tasks in `regime` keep together at
 /// `confidence` ([`shared`]). With too few scores of tasks, those of whole VMs
-/// serve, each the largest of its tasks', of which the confidence itself is
-/// asked. `None` with too few of either.
+/// serve, each the largest of its tasks': they are asked for the part of the chance of a miss that
+/// is of the tasks on this device, the confidence itself if all are, and say nothing of a VM with
+/// more tasks than theirs had. `None` with too few of either.
 ///
 /// Under iocost the prediction is the longest wait that there may be, not a typical
 /// one: scores of runs that did not meet it never make a bound shorter.
@@ -78,10 +122,15 @@ pub fn bound(
     regime: Regime,
     predicted: Nanos,
     confidence: Confidence,
-    tasks: usize,
+    together: Together,
 ) -> Option<Nanos> {
-    let of_tasks = || shared(residuals.structural.get(&regime)?, confidence, tasks);
-    let of_vms = || factor(residuals.structural_vms.get(&regime)?, confidence);
+    let Together { all, here } = together;
+    let of_tasks = || shared(residuals.structural.get(&regime)?, confidence, all);
+    let share = (1.0 - confidence.get()) * (here as f64 / all.max(1) as f64);
+    let of_vms = || {
+        let scores = residuals.structural_vms.get(&regime)?;
+        factor_at(scores, 1.0 - share).filter(|_| here <= TASKS_OF_A_VM)
+    };
     let factor = of_tasks().or_else(of_vms)?;
     let least = if regime == Regime::Controlled { 1.0 } else { 0.0 };
     Some(predicted.scale(factor.max(least)))
@@ -90,6 +139,8 @@ pub fn bound(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const ALONE: Together = Together::on_one_device(1);
 
     fn confidence(value: f64) -> Confidence {
         Confidence::new(value).unwrap()
@@ -123,7 +174,7 @@ mod tests {
             let structural = [(regime, vec![score; 19])].into();
             let residuals = Residuals { structural, ..Residuals::default() };
             let predicted = Nanos::from_millis(20);
-            bound(&residuals, regime, predicted, confidence(0.95), 1).unwrap().as_millis_f64()
+            bound(&residuals, regime, predicted, confidence(0.95), ALONE).unwrap().as_millis_f64()
         };
         assert!(bound_in(Regime::Flowing, -2.0) < 3.0);
         assert_eq!(bound_in(Regime::Controlled, -2.0), 20.0);
@@ -137,7 +188,8 @@ mod tests {
         let residuals = Residuals { structural, ..Residuals::default() };
         let of = |tasks| {
             let predicted = Nanos::from_millis(100);
-            bound(&residuals, Regime::Flowing, predicted, confidence(0.95), tasks)
+            let together = Together::on_one_device(tasks);
+            bound(&residuals, Regime::Flowing, predicted, confidence(0.95), together)
         };
         let times = |score: f64| Some(Nanos::from_millis(100).scale(score.exp()));
         // P(Bin(99, 0.05) ≤ 1) = 0.04 and ≤ 2: 0.12, so one may lie above; of three, whose share
@@ -157,7 +209,8 @@ mod tests {
         };
         let of = |tasks| {
             let predicted = Nanos::from_millis(100);
-            bound(&residuals, Regime::Flowing, predicted, confidence(0.95), tasks)
+            let together = Together::on_one_device(tasks);
+            bound(&residuals, Regime::Flowing, predicted, confidence(0.95), together)
         };
         assert_eq!(of(1), Some(Nanos::from_millis(100).scale(0.1_f64.exp())));
         assert_eq!(of(3), Some(Nanos::from_millis(100).scale(0.5_f64.exp())));
@@ -165,10 +218,83 @@ mod tests {
             structural_vms: [(Regime::Flowing, vec![0.5; 18])].into(),
             ..residuals.clone()
         };
-        assert_eq!(
-            bound(&fewer, Regime::Flowing, Nanos::from_millis(1), confidence(0.95), 3),
-            None
-        );
+        let together = Together::on_one_device(3);
+        let of_fewer =
+            bound(&fewer, Regime::Flowing, Nanos::from_millis(1), confidence(0.95), together);
+        assert_eq!(of_fewer, None);
+    }
+
+    #[test]
+    fn bound_of_more_tasks_than_vm_scores_are_of_needs_scores_of_tasks() {
+        let of = |scores: usize, tasks: usize| {
+            let residuals = Residuals {
+                structural: [(Regime::Flowing, vec![0.1; scores])].into(),
+                structural_vms: [(Regime::Flowing, vec![0.5; 100])].into(),
+                ..Residuals::default()
+            };
+            let together = Together::on_one_device(tasks);
+            let predicted = Nanos::from_millis(100);
+            bound(&residuals, Regime::Flowing, predicted, confidence(0.95), together)
+        };
+        let times = |score: f64| Some(Nanos::from_millis(100).scale(score.exp()));
+        assert_eq!(of(58, 3), times(0.5));
+        assert_eq!((of(58, 4), of(300, 20)), (None, None));
+        // What is lacking is what is said to be.
+        for tasks in [4, 20, 64] {
+            assert_eq!(of(needed(confidence(0.95), tasks), tasks), times(0.1), "{tasks}");
+        }
+    }
+
+    /// A VM with a task on each of three devices misses on any of them.
+    #[test]
+    fn vm_scores_of_one_device_bound_its_part_of_the_tasks() {
+        let of = |vms: usize, together| {
+            let structural_vms = [(Regime::Flowing, vec![0.5; vms])].into();
+            let residuals = Residuals { structural_vms, ..Residuals::default() };
+            let predicted = Nanos::from_millis(1);
+            bound(&residuals, Regime::Flowing, predicted, confidence(0.95), together)
+        };
+        assert!(of(19, Together::on_one_device(3)).is_some());
+        let elsewhere_too = Together { all: 3, here: 1 };
+        assert!(of(58, elsewhere_too).is_none() && of(59, elsewhere_too).is_some());
+    }
+
+    /// The same as [`may_lie_above`], from the logarithms of all terms.
+    fn counted(n: usize, confidence: f64) -> usize {
+        let odds = ((1.0 - confidence) / confidence).ln();
+        let mut term = n as f64 * confidence.ln();
+        let mut below = term.exp();
+        let mut above = 0;
+        while below <= 1.0 - ASSURANCE && above < n {
+            above += 1;
+            term += ((n - above + 1) as f64 / above as f64).ln() + odds;
+            below += term.exp();
+        }
+        above.saturating_sub(1)
+    }
+
+    #[test]
+    fn assurance_holds_with_many_scores() {
+        // 1,000 of 20,000 are expected above, and 961 or more are in nine of ten calibrations.
+        let scores: Vec<f64> = (0..20_000).map(|i| f64::from(i) / 20_000.0).collect();
+        assert_eq!(counted(20_000, 0.95), 960);
+        assert_eq!(factor(&scores, confidence(0.95)), Some((19_039.0_f64 / 20_000.0).exp()));
+        for level in [0.5, 0.9, 0.95, 0.99, 0.9975, 0.999] {
+            for n in [1_100, 14_600, 20_000, 100_000] {
+                let (found, counted) = (may_lie_above(n, level), counted(n, level));
+                assert!(found.abs_diff(counted) <= 1, "{level}, {n}: {found}, {counted}");
+            }
+        }
+    }
+
+    #[test]
+    fn rank_goes_on_where_the_distribution_is_taken_for_a_normal_one() {
+        for level in [0.5, 0.9, 0.95, 0.99, 0.999] {
+            let from = MANY / (level * (1.0 - level));
+            let near = (from * 0.9) as usize..(from * 1.1) as usize;
+            let of_each: Vec<usize> = near.map(|n| may_lie_above(n, level)).collect();
+            assert!(of_each.windows(2).all(|w| (0..=1).contains(&(w[1] - w[0]))), "{of_each:?}");
+        }
     }
 
     /// Numbers from 0 to 1 by a fixed linear congruential sequence.

@@ -79,6 +79,8 @@ pub struct Situation {
     scheduler_factor: f64,
     /// Fraction of the device that declared and capped loads use; more than 1 is an overload.
     pub utilisation: f64,
+    /// Of that, what declared rates need that no cap holds back: more than 1 of it cannot all be delivered.
+    pub declared: f64,
 }
 
 impl Situation {
@@ -136,6 +138,7 @@ impl<'a> Structural<'a> {
         let burst = self.fit.burst.as_secs_f64();
         // What those use whom no cap holds back.
         let mut others = 0.0;
+        let mut declared = 0.0;
         for vm in &load.vms {
             let cap = vm.cap();
             let is_held = cap.is_some_and(|cap| cap < vm.demand());
@@ -148,6 +151,7 @@ impl<'a> Structural<'a> {
                     let used = rate * self.cost(block);
                     utilisation += used;
                     others += if is_held { 0.0 } else { used };
+                    declared += if is_held || s.iops.is_none() { 0.0 } else { used };
                 }
             }
             match cap {
@@ -214,7 +218,7 @@ impl<'a> Structural<'a> {
             .get(name)
             .copied()
             .unwrap_or_else(|| factors.values().copied().fold(1.0, f64::max));
-        Situation { regime, blockings, flood, wait, scheduler_factor, utilisation }
+        Situation { regime, blockings, flood, wait, scheduler_factor, utilisation, declared }
     }
 
     /// How long bfq keeps one VM in service while it idles, s; `None` if it does not idle.
@@ -287,7 +291,9 @@ impl<'a> Structural<'a> {
         // A closed loop at its limit issues as fast as it is served.
         let most = f64::from(stream.depth) * (1.0 - blocked) / mean;
         let rate = stream.iops.unwrap_or(most).min(most);
-        let delivered = stream.iops.map_or(1.0, |wanted| (most / wanted).min(1.0));
+        // Of more than the device can do, each stream gets its part at best, however long it is ready to wait.
+        let part = 1.0 / situation.declared.max(1.0);
+        let delivered = stream.iops.map_or(1.0, |wanted| (most / wanted).min(part));
         // A blocking may meet as many of its requests as it keeps in flight.
         let interval = f64::from(stream.depth) / rate;
         let base_tail = tail_of(&base, beyond) * factor + longer;

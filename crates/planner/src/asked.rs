@@ -12,10 +12,11 @@
 //!
 //! [`TaskPromise::fallback`]: rtvirtio_spec::plan::TaskPromise::fallback
 
+use rtvirtio_model::conformal::{self, Together};
 use rtvirtio_model::features::features;
 use rtvirtio_model::learned::Learned;
 use rtvirtio_model::paper::{self, Reading};
-use rtvirtio_model::{DeviceLoad, Estimate, conformal};
+use rtvirtio_model::{DeviceLoad, Estimate};
 use rtvirtio_spec::plan::{Fallback, FallbackOf, NoAnswer, PredictedBy};
 use rtvirtio_spec::profile::{DeviceIdentity, Profile};
 use rtvirtio_spec::settings::Scheduler;
@@ -46,7 +47,7 @@ pub(crate) struct Question<'a> {
     pub(crate) task: usize,
     pub(crate) target: Target,
     /// For how many tasks together the bound is to hold.
-    pub(crate) together: usize,
+    pub(crate) together: Together,
 }
 
 /// A prediction, and who made it.
@@ -110,7 +111,7 @@ fn analytical(profile: &Profile, question: &Question<'_>, estimate: &Estimate) -
     let (load, vm) = (question.load, question.vm);
     let predicted = paper::host_part(&profile.paper, load, vm, Reading::Corrected);
     let scores = profile.residuals.paper.get(&estimate.regime).map_or(&[][..], Vec::as_slice);
-    let factor = conformal::shared(scores, question.target.confidence, question.together);
+    let factor = conformal::shared(scores, question.target.confidence, question.together.all);
     let few = NoAnswer::TooFewRuns { has: scores.len() };
     Ok((predicted, factor.map(|factor| predicted.scale(factor)).ok_or(few)))
 }
@@ -133,7 +134,7 @@ fn learned(learned: &Learned, profile: &Profile, question: &Question<'_>) -> Sai
     let row = features(load, None, vm, task, target.percentile);
     let predicted =
         learned.predict(&row).map_err(|why| NoAnswer::Learned { why: why.to_string() })?;
-    let bound = learned.bound(&row, predicted, target.confidence, together);
+    let bound = learned.bound(&row, predicted, target.confidence, together.all);
     let none = || match learned.description() {
         None => NoAnswer::NotDescribed,
         Some(_) => NoAnswer::TooFewScores,

@@ -1,7 +1,8 @@
 //! When to plan again: the decision of the closed loop, without its hands.
 //!
 //! Terms: a VM is *present* while it runs; a task is *at risk* when more of its
-//! requests missed the target than its percentile allows; the *margin* is by
+//! requests missed the target than its percentile allows, within [`INTERVAL`], or within ten of them
+//! if it has too few requests for a tail in one; the *margin* is by
 //! how much targets are tightened for the next plan, 1 to [`MARGIN_MAX`].
 //!
 //! Algorithm: a change of who is present is planned for at once. A task at risk
@@ -16,7 +17,7 @@
 //! Pure: the caller passes time and counts, and acts.
 //!
 //! Properties (tests of the same name): `a_vm_that_comes_is_planned_for_at_once`,
-//! `changes_keep_their_distance`, `too_few_requests_are_no_risk`,
+//! `changes_keep_their_distance`, `too_few_requests_are_no_risk`, `slow_task_that_misses_is_at_risk`,
 //! `margin_grows_with_risk_and_shrinks_in_calm`, `a_plan_that_failed_is_made_again`,
 //! `a_device_that_slows_down_is_planned_for_as_it_is_and_as_it_was_when_that_is_over`.
 
@@ -39,6 +40,8 @@ pub const SLOWER: f64 = 1.25;
 const MIN_REQUESTS: u64 = 1_000;
 /// Misses that are no risk, however few requests there were: 10 beyond the percentile make a tail.
 const MIN_MISSES: u64 = 10;
+/// So many times [`INTERVAL`] a task that is too slow for a tail in one of them is looked at.
+const MOST_INTERVALS: u32 = 10;
 
 /// What one task did since the last observation.
 #[derive(Debug, Clone, PartialEq)]
@@ -94,6 +97,23 @@ pub enum Decision {
     },
 }
 
+/// What was seen of a task.
+#[derive(Debug, Clone, Copy, Default)]
+struct Seen {
+    requests: u64,
+    misses: u64,
+    /// Misses that its percentile allows of so many requests.
+    allowed: f64,
+    intervals: u32,
+}
+
+impl Seen {
+    /// Whether there are too few requests for a tail, be it a good one or a bad one.
+    fn is_too_little(&self) -> bool {
+        self.misses < MIN_MISSES && self.allowed < MIN_MISSES as f64
+    }
+}
+
 /// The state of the loop.
 #[derive(Debug, Clone)]
 pub struct Controller {
@@ -104,8 +124,8 @@ pub struct Controller {
     seen_since: Nanos,
     /// Why the plan that could not be applied was made.
     again: Option<String>,
-    /// Requests and misses since the last change, or for [`INTERVAL`], by task.
-    seen: BTreeMap<(VmName, TaskName), (u64, u64)>,
+    /// By task, since the last change or for [`INTERVAL`], longer if that is too little.
+    seen: BTreeMap<(VmName, TaskName), Seen>,
     /// For as long: requests, service and what was expected of it, s, by device.
     served: BTreeMap<DeviceName, (u64, f64, f64)>,
     doubts: Doubts,
@@ -148,16 +168,19 @@ impl Controller {
         if now.saturating_sub(self.seen_since) >= INTERVAL {
             speeds = self.speeds();
             self.seen_since = now;
-            self.seen.clear();
+            self.seen.retain(|_, seen| {
+                seen.intervals += 1;
+                seen.is_too_little() && seen.intervals < MOST_INTERVALS
+            });
         }
         let mut at_risk = Vec::new();
         for task in tasks {
-            let (requests, misses) =
-                self.seen.entry((task.vm.clone(), task.task.clone())).or_default();
-            *requests += task.requests;
-            *misses += task.misses;
-            let allowed = *requests as f64 * (1.0 - task.percentile.fraction());
-            if *misses >= MIN_MISSES && *misses as f64 > allowed {
+            let seen = self.seen.entry((task.vm.clone(), task.task.clone())).or_default();
+            seen.requests += task.requests;
+            seen.misses += task.misses;
+            seen.allowed = seen.requests as f64 * (1.0 - task.percentile.fraction());
+            let Seen { requests, misses, allowed, .. } = *seen;
+            if misses >= MIN_MISSES && misses as f64 > allowed {
                 at_risk.push(format!(
                     "{}/{}: {misses} of {requests} requests above the target of its p{}",
                     task.vm, task.task, task.percentile
@@ -324,6 +347,23 @@ mod tests {
             margin(&controller.step(at(13), &vms(&["plc"]), &[task(20, 15)], &[])),
             Some(1.25)
         );
+    }
+
+    #[test]
+    fn slow_task_that_misses_is_at_risk() {
+        // A task that has so many requests and misses every so many seconds.
+        let first_plan = |every: u64, requests: u64, misses: u64| {
+            let mut controller = Controller::new(at(0), vms(&["plc"]));
+            (1..=400).find(|&second| {
+                let seen = if second % every == 0 { task(requests, misses) } else { task(0, 0) };
+                margin(&controller.step(at(second), &vms(&["plc"]), &[seen], &[])).is_some()
+            })
+        };
+        // One request in two seconds that misses, and 5 a second of which 3 % do: the tenth miss tells.
+        assert_eq!(first_plan(2, 1, 1), Some(20));
+        assert_eq!(first_plan(7, 35, 1), Some(70));
+        // What is longer ago than ten intervals says nothing of now.
+        assert_eq!(first_plan(12, 1, 1), None);
     }
 
     #[test]

@@ -24,6 +24,9 @@ use rtvirtio_units::{Bytes, BytesPerSecond, DiskName, Iops, Name, Nanos, VmName,
 
 use crate::{Problem, ProblemVm, probed_percentile};
 
+/// The least bandwidth that the data plane promises.
+const LEAST_BANDWIDTH: BytesPerSecond = BytesPerSecond::new(512);
+
 /// What is planned for one device.
 pub(crate) struct Choice {
     pub(crate) promises: Vec<TaskPromise>,
@@ -86,11 +89,20 @@ fn rate(loads: impl Iterator<Item = Load>) -> Option<Rate> {
         depth += load.queue_depth;
     }
     Some(Rate {
-        iops: Some(Iops::new(iops.ceil()).ok()?),
+        iops: Some(Iops::new(iops).ok()?),
         bandwidth: Some(BytesPerSecond::new(bandwidth.ceil() as u64)),
         // One that was late is followed by the next at once.
         burst: depth.saturating_mul(2).clamp(1, 65_536),
     })
+}
+
+/// A rate as the data plane takes it: whole requests, and no fewer bytes than its least.
+fn rounded_up(rate: Rate) -> Rate {
+    Rate {
+        iops: rate.iops.and_then(|iops| Iops::new(iops.get().ceil()).ok()),
+        bandwidth: rate.bandwidth.map(|bandwidth| bandwidth.max(LEAST_BANDWIDTH)),
+        ..rate
+    }
 }
 
 /// Tasks of a VM's disk that cannot be told apart, some with a target, and what they need.
@@ -140,7 +152,7 @@ fn wanted_by<'a>(
         Some((task, Wish { promise, depth: Some(task.load.queue_depth), percentile }))
     };
     let tasks = tasks().filter_map(wish).collect();
-    Some(Ok(Wanted { disk, ioprio, promise: Promise { deadline, rate: all }, tasks }))
+    Some(Ok(Wanted { disk, ioprio, promise: Promise { deadline, rate: rounded_up(all) }, tasks }))
 }
 
 pub(crate) fn plan(problem: &Problem<'_>, into: &mut DataPlane) -> Choice {

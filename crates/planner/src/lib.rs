@@ -12,11 +12,11 @@
 //! order: tasks for which the model that was asked answers, targets met by
 //! urgency, background throughput, little that keeps the device idle, few
 //! changes from what is set. If a device cannot hold what is declared, the
-//! least urgent VM becomes a victim and the search starts anew.
+//! least urgent VMs become victims, as few as that takes, each number by a search of its own.
 //!
 //! A target is met when its bound, not its prediction, is within it and the
-//! declared rate is delivered. The bounds of one VM's tasks hold together at
-//! the stated confidence.
+//! declared rate is delivered; none is where the declared rates are more than the device can do. The bounds
+//! of one VM's tasks hold together at the stated confidence, on whatever devices they are.
 //!
 //! Which model predicts and bounds, and what stands in for it: [`Model`].
 //!
@@ -46,9 +46,10 @@ use std::path::PathBuf;
 pub use asked::Model;
 pub use data_plane::service_curve;
 
+use rtvirtio_model::conformal::{self, Together};
 use rtvirtio_model::paper::{self, Reading};
 use rtvirtio_model::structural::Structural;
-use rtvirtio_model::{DeviceLoad, Stream, VmLoad, conformal};
+use rtvirtio_model::{DeviceLoad, Stream, VmLoad};
 use rtvirtio_spec::guests::Guests;
 use rtvirtio_spec::plan::data_plane::DataPlane;
 use rtvirtio_spec::plan::{
@@ -442,22 +443,28 @@ impl<'a> Problem<'a> {
         sacrificed_vms.iter().for_each(|&i| is_victim[i] = true);
         let mut promises = Vec::new();
         for (i, v) in self.vms.iter().enumerate() {
-            let with_target = match together {
-                JointConfidence::No => 1,
-                JointConfidence::Vm => v.tasks.iter().filter(|t| t.target.is_some()).count(),
+            let together = match together {
+                JointConfidence::No => Together::on_one_device(1),
+                JointConfidence::Vm => Together {
+                    all: v.vm.tasks.iter().filter(|t| t.target.is_some()).count(),
+                    here: v.tasks.iter().filter(|t| t.target.is_some()).count(),
+                },
             };
             for (place, (task, stream)) in v.tasks.iter().zip(&v.streams).enumerate() {
                 let Some(target) = task.target else { continue };
                 let estimate = self.structural.estimate(&situation, stream, target.percentile);
-                let question = Question { load, vm: i, task: place, target, together: with_target };
+                let question = Question { load, vm: i, task: place, target, together };
                 let answer = asked::ask(self.model, self.profile, &question, &estimate);
+                // Where more comes than the device can do, what waits grows without end.
+                let bound = answer.bound.filter(|_| situation.declared <= 1.0);
                 let facts = TargetCheck {
                     target: target.latency,
-                    bound: answer.bound,
+                    bound,
                     delivered: estimate.delivered,
                     utilisation: situation.utilisation,
-                    runs: self.runs(estimate.regime, target.confidence, with_target),
-                    tasks: with_target,
+                    declared: situation.declared,
+                    runs: self.runs(estimate.regime, target.confidence, together.all),
+                    tasks: together.all,
                     is_victim: is_victim[i],
                 };
                 promises.push(TaskPromise {
@@ -466,7 +473,7 @@ impl<'a> Problem<'a> {
                     percentile: target.percentile,
                     target: target.latency,
                     predicted: answer.predicted,
-                    bound: answer.bound,
+                    bound,
                     confidence: target.confidence,
                     delivered: estimate.delivered,
                     unmet: facts.unmet(),
@@ -484,6 +491,8 @@ struct TargetCheck {
     bound: Option<Nanos>,
     delivered: f64,
     utilisation: f64,
+    /// Of that, what declared rates need.
+    declared: f64,
     runs: Runs,
     tasks: usize,
     is_victim: bool,
@@ -503,6 +512,9 @@ impl TargetCheck {
         let unmet = |cause| Some(Unmet { cause, overload, background: None });
         if self.is_victim {
             return unmet(Cause::MoreUrgentVms);
+        }
+        if self.declared > 1.0 {
+            return unmet(Cause::RateNotDelivered);
         }
         let Some(bound) = self.bound else {
             let Runs { regime, has, needs } = self.runs;

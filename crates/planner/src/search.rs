@@ -23,6 +23,9 @@ const CAREFUL_SHARE: f64 = 0.025;
 /// Caps are multiples of this, bytes per second.
 const CAP_STEP: f64 = 1e5;
 
+/// So many VMs or fewer that are not given up are tried one by one.
+const ONE_BY_ONE: usize = 8;
+
 /// Values of each bfq parameter, in the order in which neighbours are tried.
 const SLICE_IDLE_US: [u32; 5] = [0, 1000, 2000, 4000, 8000];
 const TIMEOUT_SYNC_MS: [u32; 3] = [32, 64, 124];
@@ -75,6 +78,11 @@ struct Shortfall {
 }
 
 impl Score {
+    /// By the targets that are met, the most urgent first; who has fewer answers comes after all others.
+    fn meets(&self, other: &Self) -> Ordering {
+        if self.answered < other.answered { Ordering::Less } else { self.met.cmp(&other.met) }
+    }
+
     fn compare(&self, other: &Self) -> Ordering {
         let fewer = |a: usize, b: usize| b.cmp(&a);
         self.answered
@@ -91,38 +99,69 @@ impl Score {
 
 /// The best settings for `problem` on a host whose knobs are `observed`.
 pub(crate) fn search(problem: &Problem<'_>, observed: &Knobs) -> Choice {
-    let mut sacrificed_vms = Vec::new();
-    let mut best = local_search(problem, observed, &sacrificed_vms);
-    // Urgency of those that may still be given up, least urgent last.
-    let mut by_urgency: Vec<usize> =
+    // Those that may be given up, the least urgent first.
+    let mut victims: Vec<usize> =
         (0..problem.vms.len()).filter(|&i| problem.vms[i].urgency.is_some()).collect();
-    by_urgency.sort_by_key(|&i| problem.vms[i].urgency);
-    while by_urgency.len() > 1 && !unmet_vms(&best, &sacrificed_vms, problem).is_empty() {
-        sacrificed_vms.extend(by_urgency.pop());
-        let mut choice = local_search(problem, observed, &sacrificed_vms);
-        // Only for a target that is then met: to be less far from one is no reason to give up a VM.
-        let meets_more =
-            choice.worth.answered >= best.worth.answered && choice.worth.met > best.worth.met;
-        if meets_more && choice.worth.compare(&best.worth) == Ordering::Greater {
-            for &i in &sacrificed_vms {
-                let (device, vm) = (problem.device.name.clone(), problem.vms[i].vm.name.clone());
-                choice.reasons.push(Reason::GivenUp { device, vm });
-            }
-            best = choice;
-        }
+    victims.sort_by_key(|&i| problem.vms[i].urgency);
+    victims.reverse();
+    let (given_up, mut best) = give_up(
+        victims.len(),
+        |number| local_search(problem, observed, &victims[..number]),
+        |choice: &Choice, number| choice.meets_all_but(problem, &victims[..number]),
+        |a: &Choice, b: &Choice| a.worth.meets(&b.worth),
+    );
+    for &i in &victims[..given_up] {
+        let (device, vm) = (problem.device.name.clone(), problem.vms[i].vm.name.clone());
+        best.reasons.push(Reason::GivenUp { device, vm });
     }
     best
 }
 
-/// VMs with an unmet target, those that are sacrificed left out.
-fn unmet_vms<'a>(
-    choice: &'a Choice,
-    sacrificed_vms: &[usize],
-    problem: &'a Problem<'_>,
-) -> Vec<&'a str> {
-    let victims = names(problem, sacrificed_vms);
-    let unmet = choice.evaluation.promises.iter().filter(|p| p.unmet.is_some());
-    unmet.filter(|p| !victims.contains(&p.vm)).map(|p| p.vm.as_str()).collect()
+/// How many of `vms` VMs to give up, and what is then chosen: what meets most, with as few given up as that
+/// takes. Only for a target that is then met: to be less far from one is no reason to give up a VM.
+///
+/// One search for each number would be a thousand for a thousand VMs of which one has a target that nothing
+/// meets. So few VMs that are kept are tried one by one, more by doublings, and the least number that meets as
+/// much as the best of these is found by bisection. That is the same as one by one if giving up more VMs never
+/// breaks a target of those that are kept, and if all that it helps need the same number, which leaves more than
+/// twice as many VMs as nothing helps.
+fn give_up<C>(
+    vms: usize,
+    choose: impl Fn(usize) -> C,
+    is_enough: impl Fn(&C, usize) -> bool,
+    compare: impl Fn(&C, &C) -> Ordering,
+) -> (usize, C) {
+    let mut best = choose(0);
+    let (mut too_few, mut given_up) = (0, 0);
+    let mut tried = 0;
+    for number in numbers(vms) {
+        if is_enough(&best, tried) {
+            break;
+        }
+        let choice = choose(number);
+        if compare(&choice, &best) == Ordering::Greater {
+            (best, too_few, given_up) = (choice, tried, number);
+        }
+        tried = number;
+    }
+    while given_up - too_few > 1 {
+        let middle = too_few.midpoint(given_up);
+        let choice = choose(middle);
+        if compare(&choice, &best) == Ordering::Less {
+            too_few = middle;
+        } else {
+            (best, given_up) = (choice, middle);
+        }
+    }
+    (given_up, best)
+}
+
+/// How many of `vms` VMs are given up at first, fewest first. The most urgent one never is.
+fn numbers(vms: usize) -> impl Iterator<Item = usize> {
+    let doubled = std::iter::successors(Some(2 * ONE_BY_ONE), |kept: &usize| kept.checked_mul(2));
+    let kept = (1..=ONE_BY_ONE).chain(doubled).take_while(|&kept| kept < vms);
+    let kept: Vec<usize> = kept.collect();
+    kept.into_iter().rev().map(move |kept| vms - kept)
 }
 
 /// The names of these VMs: whether a promise is to one of them is asked for each promise of each candidate.
@@ -405,6 +444,12 @@ fn undeclared_limits(cap: f64) -> Limits {
 }
 
 impl Choice {
+    /// Whether all targets are met but those of `victims`.
+    fn meets_all_but(&self, problem: &Problem<'_>, victims: &[usize]) -> bool {
+        let victims = names(problem, victims);
+        self.evaluation.promises.iter().all(|p| p.unmet.is_none() || victims.contains(&p.vm))
+    }
+
     pub(crate) fn settings(&self, problem: &Problem<'_>) -> DeviceSettings {
         settings(problem, self.scheduler, &self.capped, self.cap)
     }
@@ -465,5 +510,57 @@ impl Choice {
             });
         }
         reasons
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// Which of `vms` VMs are met, the most urgent first, if each needs so many given up.
+    fn met(vms: usize, given_up: usize, needs: impl Fn(usize) -> usize) -> Vec<bool> {
+        (0..vms).map(|vm| vm + given_up < vms && needs(vm) <= given_up).collect()
+    }
+
+    /// How many are given up, and how many searches that took.
+    fn given_up(vms: usize, needs: impl Fn(usize) -> usize) -> (usize, usize) {
+        let searches = Cell::new(0);
+        let (number, _) = give_up(
+            vms,
+            |number| {
+                searches.set(searches.get() + 1);
+                met(vms, number, &needs)
+            },
+            |met: &Vec<bool>, number| met[..vms - number].iter().all(|met| *met),
+            Ord::cmp,
+        );
+        (number, searches.get())
+    }
+
+    #[test]
+    fn as_few_as_it_takes_are_given_up_and_few_searches_find_them() {
+        // The most urgent VMs of a thousand are never met, the others once so many are given up.
+        for (hopeless, needed) in [(0, 0), (1, 0), (0, 250), (3, 250), (1, 700), (5, 990)] {
+            let needs = |vm: usize| if vm < hopeless { usize::MAX } else { needed };
+            let (number, searches) = given_up(1000, needs);
+            assert_eq!(number, needed, "{hopeless} hopeless");
+            assert!(searches <= 25, "{hopeless} hopeless: {searches}");
+        }
+        // Nobody is given up for nothing.
+        assert_eq!(given_up(1000, |_| usize::MAX).0, 0);
+        assert_eq!(given_up(0, |_| 0), (0, 1));
+    }
+
+    #[test]
+    fn of_few_vms_each_number_is_tried() {
+        for seed in 0..200_usize {
+            for vms in 1..=ONE_BY_ONE + 1 {
+                let needs = |vm: usize| (7 * vm * vm + 3 * seed) % (vms + 4);
+                let best = (0..vms).rev().max_by_key(|&number| met(vms, number, needs));
+                assert_eq!(Some(given_up(vms, needs).0), best, "{vms} VMs, {seed}");
+            }
+        }
     }
 }

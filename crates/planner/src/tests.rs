@@ -103,6 +103,54 @@ fn overload_sacrifices_the_least_urgent() {
 }
 
 #[test]
+fn nothing_is_promised_of_a_device_of_which_more_is_declared_than_it_has() {
+    let mut profile = profile();
+    profile.capacity.iops_4k = 1_600.0;
+    let planned = |vms: usize| {
+        let names: Vec<String> = (0..vms).map(|i| format!("vm{i:02}")).collect();
+        let vms: Vec<_> = names.iter().map(|name| (name.as_str(), 100.0, 50.0)).collect();
+        planned_on(&specification(&vms, false), &profile)
+    };
+    assert!(planned(15).meets_all());
+    // Each of 20 would get its rate, if only it waited long enough; all of them do not.
+    let plan = planned(20);
+    assert!(plan.tasks.iter().all(|t| t.bound.is_none()), "{:?}", plan.tasks);
+    let reason = plan.tasks[0].why_unmet().unwrap();
+    assert!(reason.contains("only 80 % of its rate"), "{reason}");
+    assert!(reason.contains("need 125 % of the device"), "{reason}");
+}
+
+#[test]
+fn bounds_of_a_vm_hold_together_on_all_its_devices() {
+    let mut text = "version = 1\n".to_owned();
+    for i in 0..3 {
+        text += &format!("[device.d{i}]\npath = \"/dev/loop{i}\"\nprofile = \"p.json\"\n");
+    }
+    text += "[[vm]]\nname = \"a\"\n";
+    for i in 0..3 {
+        text += &format!("[[vm.disk]]\nname = \"d{i}\"\ndevice = \"d{i}\"\n");
+    }
+    for i in 0..3 {
+        text += &format!(
+            "[[vm.task]]\nname = \"t{i}\"\ndisk = \"d{i}\"\niops = 100\n\
+             target = {{ percentile = 99.9, latency_ms = 30 }}\n"
+        );
+    }
+    let specification = parse("test.toml", &text).unwrap();
+    let planned = |runs: usize| {
+        let mut profile = profile();
+        profile.residuals.structural.values_mut().for_each(|scores| scores.resize(runs, 0.1));
+        let of = |d: &Device| (d.name.clone(), found(&profile, Model::Structural));
+        let found = specification.devices.iter().map(of).collect();
+        plan(&specification, &found, &Knobs::new()).unwrap()
+    };
+    // One task alone needs 19 runs.
+    let few = Cause::TooFewRuns { regime: Regime::Flowing, has: 58, needs: 59, tasks: 3 };
+    assert!(planned(58).tasks.iter().all(|t| t.unmet.as_ref().unwrap().cause == few));
+    assert!(planned(59).meets_all());
+}
+
+#[test]
 fn profile_of_another_device_is_refused() {
     let (specification, mut profile) = (strict(true), profile());
     profile.device.model = "another".to_owned();

@@ -189,6 +189,28 @@ fn overload_shows_in_utilisation() {
     assert!((situation.utilisation - 1.5).abs() < 1e-9);
 }
 
+/// A writer, capped or not, is what the device slows; the rates of the others are what it has to deliver.
+#[test]
+fn of_rates_beyond_the_device_a_part_is_delivered_and_background_is_none_of_them() {
+    let (fit, capacity) = (fit(), capacity());
+    let model = Structural::new(&fit, &capacity);
+    let many = |vms| {
+        let vms = vec![vm(&[task(50.0)], Limits::default()); vms];
+        DeviceLoad { scheduler: Scheduler::None, vms }
+    };
+    let delivered = |vms| {
+        let situation = model.situation(&many(vms));
+        model.estimate(&situation, &task(50.0), Percentile::new(99.9).unwrap()).delivered
+    };
+    // Of 16,000 requests a second.
+    assert_eq!(delivered(300), 1.0);
+    assert!((delivered(400) - 0.8).abs() < 1e-9, "{}", delivered(400));
+    for writer in [None, Some(Limits::default()), capped(1), capped(300)] {
+        let declared = model.situation(&four(Scheduler::None, writer)).declared;
+        assert!((declared - 0.525).abs() < 1e-9, "{writer:?}: {declared}");
+    }
+}
+
 #[test]
 fn iocost_adds_its_wait_or_a_queue_that_it_lets_through() {
     use rtvirtio_spec::profile::IoCostFit;

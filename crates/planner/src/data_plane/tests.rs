@@ -188,3 +188,15 @@ fn target_that_the_devices_stalls_alone_exceed_is_unmet_and_promised_all_the_sam
     assert_eq!((qos.deadline_us, qos.iops), (Some(10_000), Some(100)));
     assert!(planned(&specification).meets_all());
 }
+
+#[test]
+fn rate_below_one_a_second_counts_as_it_is_and_is_promised_as_one() {
+    let [tenth, one] = ["iops = 0.1", "iops = 1"].map(|load| plan_of(&[("a", load, 10.0)]));
+    let part = tenth.cost[0].utilisation / one.cost[0].utilisation;
+    assert!((0.09..0.11).contains(&part), "{part}");
+    assert!(tenth.meets_all(), "{:?}", tenth.tasks);
+    let qos = &tenth.data_plane.as_ref().unwrap().disks[&DiskName::new("disk-a").unwrap()];
+    assert_eq!(qos.iops, Some(1));
+    // The data plane takes what is planned.
+    assert!(Qos::new(qos.clone()).is_ok(), "{qos:?}");
+}
