@@ -35,8 +35,8 @@ pub mod progress;
 
 use std::error::Error;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
 
 use anyhow::Result;
 use clap::Parser;
@@ -49,6 +49,25 @@ use rtvirtio_spec::mapping::MappingError;
 use rtvirtio_spec::mapping::read::ReadError;
 use rtvirtio_spec::serve::ServeError;
 use rtvirtio_spec::specification::SpecificationError;
+
+/// Set by SIGHUP, if that is something else to the program than its end.
+static RELOAD: LazyLock<Arc<AtomicBool>> = LazyLock::new(Arc::default);
+
+/// Whether SIGHUP has come since this was last asked, of a program that [reloads](Program::reloads).
+#[must_use]
+pub fn is_to_reload() -> bool {
+    RELOAD.swap(false, Ordering::Relaxed)
+}
+
+/// Has signals set their flags from now on.
+fn hear_signals(interrupted: &Arc<Interrupted>, reloads: bool) -> std::io::Result<()> {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+    let hang_up = if reloads { &*RELOAD } else { interrupted };
+    for (signal, flag) in [(SIGINT, interrupted), (SIGTERM, interrupted), (SIGHUP, hang_up)] {
+        signal_hook::flag::register(signal, Arc::clone(flag))?;
+    }
+    Ok(())
+}
 
 /// How a command ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,15 +138,11 @@ pub fn main<P: Program>() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let interrupted = Arc::new(AtomicBool::new(false));
-    if program.cleans_up() {
-        use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-        let hang_up = (!program.reloads()).then_some(SIGHUP);
-        for signal in [SIGINT, SIGTERM].into_iter().chain(hang_up) {
-            if let Err(e) = signal_hook::flag::register(signal, Arc::clone(&interrupted)) {
-                eprintln!("error: install a signal handler: {e}");
-                return ExitCode::FAILURE;
-            }
-        }
+    if program.cleans_up()
+        && let Err(e) = hear_signals(&interrupted, program.reloads())
+    {
+        eprintln!("error: install a signal handler: {e}");
+        return ExitCode::FAILURE;
     }
     input::end_waits_with(&interrupted);
     let changes_the_host = program.changes_the_host();
@@ -162,7 +177,7 @@ pub fn main<P: Program>() -> ExitCode {
 }
 
 /// Prints an error with its causes, each once, and a hint if there is one.
-fn report_error(error: &anyhow::Error) {
+pub fn report_error(error: &anyhow::Error) {
     eprintln!("error: {error:#}");
     if let Some(hint) = error.chain().find_map(hint) {
         eprintln!("hint: {hint}");
@@ -185,4 +200,19 @@ fn hint(cause: &(dyn Error + 'static)) -> Option<String> {
         .or_else(|| of(cause, |e: &MappingError| Some(e.hint())))
         .or_else(|| of(cause, |e: &LearnedError| Some(e.hint().to_owned())))
         .or_else(|| of(cause, |e: &PlanError| Some(e.hint())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hang_up_asks_to_reload_once_and_ends_nothing_from_the_start() {
+        let interrupted = Arc::new(Interrupted::new(false));
+        hear_signals(&interrupted, true).unwrap();
+        assert!(!is_to_reload());
+        signal_hook::low_level::raise(signal_hook::consts::SIGHUP).unwrap();
+        assert!(is_to_reload() && !is_to_reload());
+        assert!(!interrupted.load(Ordering::Relaxed));
+    }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Progress over steps whose lengths are known beforehand.
+/// Progress over steps whose lengths are known beforehand, and others that come in between.
 pub struct Progress {
     bar: Option<ProgressBar>,
     planned: Duration,
@@ -37,10 +37,13 @@ impl Progress {
         Self { bar, planned, done, begun, steps, step: 0, ticker: None }
     }
 
-    /// A step of about `expected` starts.
+    /// A step of about `expected` starts; beyond those that were planned it is one more.
     pub fn start(&mut self, label: &str, expected: Duration) {
         self.stop_ticker();
         self.step += 1;
+        if self.step > self.steps {
+            self.extend(expected);
+        }
         let (step, steps) = (self.step, self.steps);
         let left = self.planned.saturating_sub(self.done).mul_f64(self.pace());
         match &self.bar {
@@ -137,5 +140,17 @@ mod tests {
         // Ten were expected, at least forty it took.
         progress.finish(Duration::from_millis(10));
         assert!(progress.pace() >= 4.0, "{}", progress.pace());
+    }
+
+    #[test]
+    fn step_beyond_the_plan_counts_as_one_more() {
+        let each = Duration::from_millis(10);
+        let mut progress = Progress::new(1, each);
+        for step in 1..=2_usize {
+            let planned = each * step as u32;
+            progress.start("a step", each);
+            assert_eq!((progress.step, progress.steps, progress.planned), (step, step, planned));
+            progress.finish(each);
+        }
     }
 }

@@ -52,6 +52,8 @@ pub(crate) struct DataPlane {
     is_named: bool,
     vms: Vec<Vm>,
     devices: BTreeMap<DiskName, Watched>,
+    /// VMs of the specification whose front ends were connected when it last answered.
+    present: BTreeSet<VmName>,
     /// Those that its VMs share, if their profiles can be read.
     shared: BTreeMap<DeviceName, Shared>,
     /// When it was last asked.
@@ -79,26 +81,29 @@ impl DataPlane {
             is_named: socket.is_some(),
             vms: specification.vms.clone(),
             devices: BTreeMap::new(),
+            present: BTreeSet::new(),
             at: Instant::now(),
             left_alone: None,
             said: None,
         }
     }
 
-    /// VMs of the specification that it serves and whose front ends are connected, and what their
-    /// tasks did since the last look: a device's requests count as those of its strictest task.
+    /// The VM of this name, if the specification has its disks served here.
+    fn served(&self, name: &VmName) -> Option<&Vm> {
+        let vm = self.vms.iter().find(|vm| vm.name == *name);
+        vm.filter(|vm| vm.backend == Backend::VhostUser)
+    }
+
+    /// VMs of the specification that it serves and whose front ends were connected when it last
+    /// answered, and what their tasks did since the last look: a device's requests count as those of
+    /// its strictest task.
     pub(crate) fn observed(&self, rows: &[DeviceRow]) -> (BTreeSet<VmName>, Vec<TaskObservation>) {
+        // A look that was lost says nothing of the tasks, and not that a VM has gone.
         if rows.is_empty() {
-            return Default::default();
+            return (self.present.clone(), Vec::new());
         }
-        let is_served = |name: &VmName| {
-            let vm = self.vms.iter().find(|vm| vm.name == *name);
-            vm.filter(|vm| vm.backend == Backend::VhostUser)
-        };
-        let connected = rows.iter().filter(|row| row.connected);
-        let present = connected.filter_map(|row| is_served(&row.vm)).map(|vm| vm.name.clone());
         let observe = |(device, watched): (&DiskName, &Watched)| {
-            let tasks = is_served(&watched.vm)?.tasks.iter().filter(|task| task.disk == *device);
+            let tasks = self.served(&watched.vm)?.tasks.iter().filter(|task| task.disk == *device);
             let with_target = tasks.filter_map(|task| Some((task, task.target?)));
             let (task, target) = with_target.min_by_key(|(_, target)| target.latency)?;
             let last = watched.history.recent.back().map(|(_, sample)| sample)?;
@@ -110,7 +115,7 @@ impl DataPlane {
                 misses: last.misses,
             })
         };
-        (present.collect(), self.devices.iter().filter_map(observe).collect())
+        (self.present.clone(), self.devices.iter().filter_map(observe).collect())
     }
 
     /// How fast each physical device was between the last two looks.
@@ -129,7 +134,9 @@ impl DataPlane {
         }
         match self.client.snapshot() {
             Ok(snapshot) => {
-                if self.left_alone.take().is_some() || self.said.take().is_some() {
+                // Both are taken: a loss that was said is said again when it happens again.
+                let (left_alone, said) = (self.left_alone.take(), self.said.take());
+                if left_alone.is_some() || said.is_some() {
                     events.push("data plane: watched again".to_owned());
                 }
                 self.rows(&snapshot, now, events)
@@ -147,6 +154,7 @@ impl DataPlane {
     }
 
     fn forget(&mut self, events: &mut Vec<String>) {
+        self.present.clear();
         if !self.devices.is_empty() {
             self.devices.clear();
             events.push("data plane: it is gone".to_owned());
@@ -194,6 +202,9 @@ impl DataPlane {
             };
             rows.push(watched.row(device, now));
         }
+        let connected = rows.iter().filter(|row| row.connected);
+        let present = connected.filter_map(|row| self.served(&row.vm)).map(|vm| vm.name.clone());
+        self.present = present.collect();
         rows
     }
 }
@@ -372,15 +383,52 @@ disk = "logs"
             data_plane.observed(&rows)
         };
         let plc = VmName::new("plc").unwrap();
-        assert_eq!(look(50), ([plc].into(), Vec::new()));
+        assert_eq!(look(50), ([plc.clone()].into(), Vec::new()));
         let (_, observed) = look(250);
         let [read] = &observed[..] else { panic!("{observed:?}") };
         assert_eq!((read.task.as_str(), read.requests, read.misses), ("read", 200, 200));
-        assert_eq!(data_plane.observed(&[]), Default::default());
+        assert_eq!(data_plane.observed(&[]), ([plc].into(), Vec::new()));
         // VMs of the kernel path are watched at their QEMUs.
         let mut kernel = DataPlane::new(&parse("test", SPECIFICATION).unwrap(), None);
         let rows = kernel.rows(&snapshot(&[("plc", "root", (1, 1))]), now, &mut Vec::new());
         assert_eq!(kernel.observed(&rows), Default::default());
+    }
+
+    #[test]
+    fn vm_outlasts_answers_that_do_not_come_and_each_loss_is_said() {
+        use std::io::{Read as _, Write as _};
+
+        const NO_DEVICE: &[u8] = b"HTTP/1.0 200 OK\r\n\r\n\
+            {\"time_ns\":7,\"iothreads\":[],\"devices\":[]}";
+        let head = "version = 1\n[data_plane]\ncontrol = \"/run/x.sock\"";
+        let text = SPECIFICATION.replace("version = 1", head);
+        let text = text.replace("[[vm]]", "[[vm]]\nbackend = \"vhost-user\"");
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
+        let mut data_plane = DataPlane::new(&parse("test", &text).unwrap(), Some(socket.as_path()));
+        data_plane.client = data_plane.client.clone().with_timeout(Duration::from_secs(60));
+        let (start, mut events) = (data_plane.at, Vec::new());
+        let at = |s| start + Duration::from_secs(s);
+        data_plane.rows(&snapshot(&[("plc", "root", (8000, 50))]), at(1), &mut events);
+        // Nobody answers, and then it is left alone.
+        for s in [2, 3] {
+            let rows = data_plane.take(at(s), &mut events);
+            let plc = VmName::new("plc").unwrap();
+            assert_eq!(data_plane.observed(&rows), ([plc].into(), Vec::new()));
+        }
+        let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let _ = stream.read(&mut [0; 4096]);
+            let _ = stream.write_all(NO_DEVICE);
+        });
+        let rows = data_plane.take(at(20), &mut events);
+        server.join().unwrap();
+        assert_eq!(data_plane.observed(&rows), Default::default());
+        std::fs::remove_file(&socket).unwrap();
+        data_plane.take(at(21), &mut events);
+        let lost = events.iter().filter(|event| event.contains("not watched")).count();
+        assert_eq!(lost, 2, "{events:?}");
     }
 
     #[test]

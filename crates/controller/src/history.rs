@@ -61,18 +61,40 @@ impl History {
     /// The last minute before `now`.
     #[must_use]
     pub fn recent(&self, now: Instant) -> Recent {
+        // Old samples leave with the next one, which does not come while nothing is measured.
+        let kept = || self.recent.iter().filter(|(at, _)| now - *at <= RECENT);
         let mut recent = Histogram::new();
-        for (_, sample) in &self.recent {
-            recent.merge(&sample.histogram);
-        }
-        let seconds: f64 = self.recent.iter().map(|(_, s)| s.seconds).sum();
+        kept().for_each(|(_, sample)| recent.merge(&sample.histogram));
+        let seconds: f64 = kept().map(|(_, sample)| sample.seconds).sum();
         let tails = PERCENTILES.map(|p| {
             let percentile = Percentile::new(p).ok()?;
             let enough = beyond(recent.count(), percentile) >= MIN_BEYOND;
             enough.then(|| recent.quantile(percentile)).flatten()
         });
-        let is_fresh = self.recent.back().is_some_and(|(at, _)| now - *at < RECENT);
-        let iops = if is_fresh { recent.count() as f64 / seconds.max(1e-3) } else { 0.0 };
-        Recent { tails, iops }
+        Recent { tails, iops: recent.count() as f64 / seconds.max(1e-3) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_units::Nanos;
+
+    use super::*;
+
+    #[test]
+    fn tail_and_rate_end_with_the_minute_whether_or_not_others_follow() {
+        let (start, mut history) = (Instant::now(), History::default());
+        let at = |s| start + Duration::from_secs(s);
+        for (s, ms) in [(0, 8), (30, 2)] {
+            let mut histogram = Histogram::new();
+            histogram.record(Nanos::from_millis(ms), 1000);
+            history.add(at(s), Sample { histogram, misses: 0, seconds: 10.0 });
+        }
+        let median = |s| history.recent(at(s)).tails[0].map(|found| (found.n, found.value));
+        assert_eq!(median(60), Some((2000, Nanos::from_millis(2))));
+        assert_eq!(median(61), Some((1000, Nanos::from_millis(2))));
+        assert_eq!(history.recent(at(61)).iops, 100.0);
+        assert_eq!(median(91), None);
+        assert_eq!(history.recent(at(91)).iops, 0.0);
     }
 }

@@ -24,6 +24,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use anyhow::Result;
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_host::{ApplyOptions, Host, JournalStatus, Topology};
 use rtvirtio_observe::host_latency::HostLatency;
 use rtvirtio_planner::control::{Controller, Decision, Doubts, TaskObservation};
@@ -119,9 +120,10 @@ impl Loop {
         Ok(())
     }
 
-    /// Looks at all of them, and acts if that is asked for and needed. `events` have happened already.
-    pub fn look(&mut self, mut events: Vec<String>) -> Look {
-        events.extend(self.sources.refresh());
+    /// Looks at all of them, and acts if that is asked for and needed. `events` have happened already. VMs that
+    /// are not reached when the user interrupts it are left out.
+    pub fn look(&mut self, mut events: Vec<String>, interrupted: &Interrupted) -> Look {
+        events.extend(self.sources.refresh(interrupted));
         let now = Instant::now();
         for (disk, (histogram, seconds)) in self.on_host.take(now, &mut events) {
             let sample = Sample { histogram, misses: 0, seconds };
@@ -228,7 +230,8 @@ fn states(specification: &Specification) -> Vec<TaskState> {
             history: History::default(),
         })
     };
-    specification.vms.iter().flat_map(of_vm).collect()
+    // The data plane tells of its VMs' disks, and no QEMU does.
+    sources::kernel_path(specification).flat_map(of_vm).collect()
 }
 
 impl TaskState {
@@ -298,4 +301,46 @@ fn act(
     };
     change.failed = apply().err().map(|error| format!("{error:#}"));
     change
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_spec::specification::parse;
+
+    use super::*;
+
+    const SPECIFICATION: &str = r#"
+version = 1
+[data_plane]
+control = "/run/x.sock"
+[device.ssd]
+path = "/dev/sda"
+profile = "p.json"
+[device.hdd]
+path = "/dev/sdb"
+profile = "q.json"
+[[vm]]
+name = "plc"
+backend = "vhost-user"
+[[vm.disk]]
+name = "root"
+device = "ssd"
+[[vm.task]]
+name = "read"
+disk = "root"
+[[vm]]
+name = "web"
+[[vm.disk]]
+name = "root"
+device = "hdd"
+[[vm.task]]
+name = "read"
+disk = "root"
+"#;
+
+    #[test]
+    fn tasks_whose_disks_the_data_plane_serves_have_no_row_at_qemu() {
+        let tasks = states(&parse("test", SPECIFICATION).unwrap());
+        assert_eq!(tasks.iter().map(|task| task.vm.as_str()).collect::<Vec<_>>(), ["web"]);
+    }
 }

@@ -131,7 +131,7 @@ pub struct DeviceRow {
 pub struct Look {
     /// Seconds since the start.
     pub at_s: f64,
-    /// Tasks, in the order of the specification.
+    /// Tasks on disks that QEMU serves, in the order of the specification.
     pub tasks: Vec<Row>,
     /// Disks of VMs that are measured on the host.
     pub disks: Vec<DiskRow>,

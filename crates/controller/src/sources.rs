@@ -5,13 +5,14 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result, ensure};
 use rtvirtio_host::Host;
-use rtvirtio_host::qemu::{Monitor, Part, QemuProcess};
-use rtvirtio_observe::counters::DiskCounter;
-use rtvirtio_observe::vms::{self, Disk};
+use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_host::qemu::{Fault, Monitor, Part, QemuError, QemuProcess};
+use rtvirtio_observe::counters::{self, DiskCounter};
+use rtvirtio_observe::vms::{self, BELIEVED, BlockDevices, Disk};
 use rtvirtio_spec::plan::qemu;
-use rtvirtio_spec::specification::{Backend, Specification, Vm};
+use rtvirtio_spec::specification::{Backend, Specification, Vm, vm_group};
 use rtvirtio_units::{DiskName, Nanos, TaskName, VmName};
 
 use crate::history::Sample;
@@ -26,6 +27,16 @@ struct DiskSource {
     tasks: Vec<(TaskName, Option<Nanos>)>,
 }
 
+/// A VM that is counted.
+struct Watched {
+    monitor: Monitor,
+    /// Disks with a task on them.
+    disks: BTreeMap<DiskName, DiskSource>,
+    /// What QEMU's block devices were, and when that was seen last.
+    devices: BlockDevices,
+    at: Instant,
+}
+
 /// Where VMs' disks lie on the host.
 pub(crate) type Parts = BTreeMap<(VmName, DiskName), Part>;
 
@@ -33,17 +44,19 @@ pub(crate) type Parts = BTreeMap<(VmName, DiskName), Part>;
 pub(crate) struct Sources {
     host: Host,
     vms: Vec<Vm>,
-    connected: BTreeMap<VmName, (Monitor, BTreeMap<DiskName, DiskSource>)>,
+    connected: BTreeMap<VmName, Watched>,
     left_alone: BTreeMap<VmName, Instant>,
     /// Why a VM is not watched, so that it is said once.
     said: BTreeMap<VmName, String>,
+    /// Disks that their VMs do not have, so that it is said once.
+    missing: BTreeSet<(VmName, DiskName)>,
     /// Of VMs that run and told it, also if their monitor is lost.
     parts: Parts,
     present: BTreeSet<VmName>,
 }
 
 /// The VMs whose disks QEMU serves.
-fn kernel_path(specification: &Specification) -> impl Iterator<Item = &Vm> {
+pub(crate) fn kernel_path(specification: &Specification) -> impl Iterator<Item = &Vm> {
     specification.vms.iter().filter(|vm| vm.backend == Backend::Kernel)
 }
 
@@ -57,6 +70,7 @@ impl Sources {
             connected: BTreeMap::new(),
             left_alone: BTreeMap::new(),
             said: BTreeMap::new(),
+            missing: BTreeSet::new(),
             parts: BTreeMap::new(),
             present: BTreeSet::new(),
         })
@@ -72,8 +86,9 @@ impl Sources {
         &self.parts
     }
 
-    /// Sees which VMs run, and connects to those that are new. Returns what happened.
-    pub(crate) fn refresh(&mut self) -> Vec<String> {
+    /// Sees which VMs run, and connects to those that are new or have other disks, until the user
+    /// interrupts it. Returns what happened.
+    pub(crate) fn refresh(&mut self, interrupted: &Interrupted) -> Vec<String> {
         let mut events = Vec::new();
         if let Ok(version) = self.host.cgroup_version() {
             let runs = |vm: &&Vm| {
@@ -82,9 +97,11 @@ impl Sources {
             };
             self.present = self.vms.iter().filter(runs).map(|vm| vm.name.clone()).collect();
         }
-        self.connected.retain(|vm, _| self.present.contains(vm));
-        self.parts.retain(|(vm, _), _| self.present.contains(vm));
         let now = Instant::now();
+        self.connected
+            .retain(|vm, watched| self.present.contains(vm) && !watched.has_other_disks(now));
+        self.parts.retain(|(vm, _), _| self.present.contains(vm));
+        self.missing.retain(|(vm, _)| self.present.contains(vm));
         self.left_alone.retain(|_, since| now - *since < RETRY_BACKOFF);
         self.said.retain(|vm, _| self.present.contains(vm));
         let is_new = |vm: &&Vm| {
@@ -97,69 +114,136 @@ impl Sources {
             return events;
         }
         let processes = self.host.qemu_processes().unwrap_or_default();
+        let mut found = Vec::new();
         for vm in new {
-            let process = processes.iter().find(|p| p.name.as_deref() == Some(vm.name.as_str()));
-            let connected =
-                process.context("no QEMU of this name").and_then(|p| connect(&self.host, &vm, p));
-            match connected {
-                Ok(Connected { monitor, sources, parts }) => {
-                    events.push(format!("{}: watched at QEMU", vm.name));
-                    self.said.remove(&vm.name);
-                    self.parts.retain(|(of, _), _| *of != vm.name);
-                    let of_vm = |(disk, part)| ((vm.name.clone(), disk), part);
-                    self.parts.extend(parts.into_iter().map(of_vm));
-                    self.connected.insert(vm.name, (monitor, sources));
-                }
-                Err(error) => {
-                    let why = format!("{}: not watched: {error:#}", vm.name);
-                    if self.said.insert(vm.name.clone(), why.clone()).as_ref() != Some(&why) {
-                        events.push(why);
-                    }
-                    self.left_alone.insert(vm.name, now);
-                }
+            match process_of(&self.host, &vm, &processes) {
+                Ok(process) => found.push((vm, process)),
+                Err(error) => self.leave_alone(&vm.name, &error, &mut events),
+            }
+        }
+        let asked: Vec<&QemuProcess> = found.iter().map(|(_, process)| *process).collect();
+        let examined = vms::examine_all(&self.host, &asked, interrupted);
+        // Of an interrupted look the last ones are not there.
+        for ((vm, _), examined) in found.into_iter().zip(examined) {
+            match connect(&vm, examined) {
+                Ok(connected) => self.take(&vm, connected, &mut events),
+                Err(error) => self.leave_alone(&vm.name, &error, &mut events),
             }
         }
         events
     }
 
+    fn leave_alone(&mut self, vm: &VmName, error: &anyhow::Error, events: &mut Vec<String>) {
+        let why = vms::plain(&format!("{vm}: not watched: {error:#}"));
+        if self.said.insert(vm.clone(), why.clone()).as_ref() != Some(&why) {
+            events.push(why);
+        }
+        self.left_alone.insert(vm.clone(), Instant::now());
+    }
+
+    /// Watches a VM from now on, as far as it has the disks of the specification.
+    fn take(&mut self, vm: &Vm, connected: Connected, events: &mut Vec<String>) {
+        let Connected { watched, parts, missing } = connected;
+        events.push(format!("{}: watched at QEMU", vm.name));
+        self.said.remove(&vm.name);
+        self.missing.retain(|(of, disk)| *of != vm.name || missing.contains_key(disk));
+        for (disk, why) in missing {
+            if self.missing.insert((vm.name.clone(), disk.clone())) {
+                events.push(format!("{}/{disk}: not watched: {why}", vm.name));
+            }
+        }
+        self.parts.retain(|(of, _), _| *of != vm.name);
+        self.parts.extend(parts.into_iter().map(|(disk, part)| ((vm.name.clone(), disk), part)));
+        self.connected.insert(vm.name.clone(), watched);
+    }
+
     /// What each task did since the last look, and which disks' QEMU did not answer. Tasks of VMs
     /// that are not watched are left out.
     pub(crate) fn sample(&mut self) -> (BTreeMap<(VmName, TaskName), Sample>, Vec<String>) {
-        let (mut samples, mut lost) = (BTreeMap::new(), Vec::new());
-        for (vm, (monitor, disks)) in &mut self.connected {
-            for (disk, source) in disks {
+        let (mut samples, mut events) = (BTreeMap::new(), Vec::new());
+        let mut lost = Vec::new();
+        for (vm, watched) in &mut self.connected {
+            let Watched { monitor, disks, devices, .. } = watched;
+            let mut gone = Vec::new();
+            for (disk, source) in &mut *disks {
                 match source.sample(monitor) {
                     Ok(of_tasks) => samples.extend(
                         of_tasks.into_iter().map(|(task, sample)| ((vm.clone(), task), sample)),
                     ),
                     Err(error) => {
-                        lost.push((vm.clone(), format!("{vm}/{disk}: {error:#}")));
-                        break;
+                        let is_of_disk =
+                            matches!(error.fault, Fault::Unexpected { .. } | Fault::Refused { .. });
+                        let why = vms::plain(&format!("{:#}", anyhow::Error::from(error)));
+                        events.push(format!("{vm}/{disk}: {why}"));
+                        if !is_of_disk {
+                            lost.push(vm.clone());
+                            break;
+                        }
+                        gone.push(disk.clone());
                     }
                 }
             }
+            // The VM's other disks are watched, and it is seen anew which there are when it is time.
+            for source in gone.iter().filter_map(|disk| disks.remove(disk)) {
+                counters::stop([&source.counter], monitor);
+                devices.clear();
+            }
         }
         let now = Instant::now();
-        let event = |(vm, event): (VmName, String)| {
+        for vm in lost {
             // A monitor that does not answer is not asked at each look.
-            self.connected.remove(&vm);
-            self.left_alone.insert(vm, now);
-            event
-        };
-        let events = lost.into_iter().map(event).collect();
+            self.left_alone.insert(vm.clone(), now);
+            if let Some(mut watched) = self.connected.remove(&vm) {
+                watched.stop();
+            }
+        }
         (samples, events)
     }
 
     /// Gives up all monitors, for somebody else to use; the next refresh takes them again.
     pub(crate) fn let_go(&mut self) {
-        // QEMU counts no longer than somebody looks.
-        for (monitor, disks) in self.connected.values_mut() {
-            for disk in disks.values() {
-                disk.counter.stop(monitor);
-            }
-        }
+        self.connected.values_mut().for_each(Watched::stop);
         self.connected.clear();
     }
+}
+
+impl Watched {
+    /// QEMU counts no longer than somebody looks.
+    fn stop(&mut self) {
+        counters::stop(self.disks.values().map(|disk| &disk.counter), &mut self.monitor);
+    }
+
+    /// Whether disks were plugged, unplugged or moved since they were examined, which is looked at once
+    /// in a while. Nothing is counted any more then.
+    fn has_other_disks(&mut self, now: Instant) -> bool {
+        if now - self.at < BELIEVED {
+            return false;
+        }
+        self.at = now;
+        // A monitor that does not answer is lost at the next look.
+        let found = vms::block_devices(&mut self.monitor);
+        let is_other = found.is_ok_and(|devices| devices != self.devices);
+        if is_other {
+            self.stop();
+        }
+        is_other
+    }
+}
+
+/// A VM's QEMU: the process of its name in its cgroup, since anybody may start a process of any name.
+fn process_of<'a>(host: &Host, vm: &Vm, processes: &'a [QemuProcess]) -> Result<&'a QemuProcess> {
+    let cgroup = host.cgroup_of(&vm.cgroup).ok().flatten();
+    let is_there = |process: &&QemuProcess| {
+        cgroup.as_ref().is_none_or(|cgroup| {
+            let found = host.cgroup_of_process(process.pid).ok().flatten();
+            found.is_some_and(|found| found.starts_with(vm_group(cgroup)))
+        })
+    };
+    let named = processes.iter().filter(|p| p.name.as_deref() == Some(vm.name.as_str()));
+    let mut named = named.filter(is_there);
+    let process = named.next().context("no QEMU of this name is in its cgroup")?;
+    ensure!(named.next().is_none(), "two QEMU processes of this name");
+    Ok(process)
 }
 
 /// Whether a process is in the cgroup, or in one of its children.
@@ -174,48 +258,60 @@ fn has_process(cgroup: &Path, depth: u32) -> bool {
 
 /// A VM's QEMU that answers.
 struct Connected {
-    monitor: Monitor,
-    /// Of disks with a task on them.
-    sources: BTreeMap<DiskName, DiskSource>,
+    watched: Watched,
     /// Of all disks that a file or device of the host has.
     parts: Vec<(DiskName, Part)>,
+    /// Disks of the specification that it does not have, and what it has.
+    missing: BTreeMap<DiskName, String>,
 }
 
-/// Connects to a VM's QEMU and has it count latencies.
-fn connect(host: &Host, vm: &Vm, process: &QemuProcess) -> Result<Connected> {
-    let found = vms::examine(host, process);
-    let Some(mut monitor) = found.monitor else {
-        bail!(found.unreached.unwrap_or_default());
-    };
-    let (mut sources, mut parts) = (BTreeMap::new(), Vec::new());
+/// Has a VM's QEMU count latencies.
+fn connect(vm: &Vm, found: vms::Vm) -> Result<Connected> {
+    let vms::Vm { monitor, unreached, devices, disks: there, .. } = found;
+    let monitor = monitor.context(unreached.unwrap_or_default())?;
+    let mut watched = Watched { monitor, disks: BTreeMap::new(), devices, at: Instant::now() };
+    let (mut parts, mut missing) = (Vec::new(), BTreeMap::new());
     for disk in &vm.disks {
         let name = &disk.name;
         let is_it = |disk: &&Disk| {
             disk.qom_path.as_deref().is_some_and(|path| qemu::is_device_of(name, path))
         };
         // By the id that `plan --qemu` gives it, or by any other name that is known of it.
-        let by_id = found.disks.iter().find(is_it);
-        let by_name = || found.disks.iter().find(|disk| disk.is_called(name.as_str()));
-        let Some(there) = by_id.or_else(by_name) else {
-            let names = found.disks.iter().map(|disk| disk.names.join(" = "));
-            let names: Vec<String> = names.collect();
-            bail!("QEMU has no disk called {name}; it has: {}", names.join("; "));
+        let by_id = there.iter().find(is_it);
+        let by_name = || there.iter().find(|disk| disk.is_called(name.as_str()));
+        let Some(found) = by_id.or_else(by_name) else {
+            let names: Vec<String> = there.iter().map(|disk| disk.names.join(" = ")).collect();
+            let why = format!("QEMU has no disk called {name}; it has: {}", names.join("; "));
+            missing.insert(name.clone(), why);
+            continue;
         };
-        parts.extend(there.part.clone().map(|part| (name.clone(), part)));
-        let mut on_it = vm.tasks.iter().filter(|t| t.disk == disk.name).peekable();
-        if on_it.peek().is_some() {
-            let tasks: Vec<_> =
-                on_it.map(|t| (t.name.clone(), t.target.map(|t| t.latency))).collect();
-            let targets = tasks.iter().filter_map(|(_, target)| *target).collect();
-            let counter = DiskCounter::start(&mut monitor, there, &targets)?;
-            sources.extend(counter.map(|counter| (name.clone(), DiskSource { counter, tasks })));
+        parts.extend(found.part.clone().map(|part| (name.clone(), part)));
+        let tasks: Vec<_> = vm
+            .tasks
+            .iter()
+            .filter(|task| task.disk == *name)
+            .map(|task| (task.name.clone(), task.target.map(|target| target.latency)))
+            .collect();
+        if tasks.is_empty() {
+            continue;
+        }
+        let targets = tasks.iter().filter_map(|(_, target)| *target).collect();
+        match DiskCounter::start(&mut watched.monitor, found, &targets) {
+            Ok(counter) => {
+                let source = counter.map(|counter| (name.clone(), DiskSource { counter, tasks }));
+                watched.disks.extend(source);
+            }
+            Err(error) => {
+                watched.stop();
+                return Err(error.into());
+            }
         }
     }
-    Ok(Connected { monitor, sources, parts })
+    Ok(Connected { watched, parts, missing })
 }
 
 impl DiskSource {
-    fn sample(&mut self, monitor: &mut Monitor) -> Result<Vec<(TaskName, Sample)>> {
+    fn sample(&mut self, monitor: &mut Monitor) -> Result<Vec<(TaskName, Sample)>, QemuError> {
         let interval = self.counter.sample(monitor)?;
         let of_task = |(task, target): &(TaskName, Option<Nanos>)| {
             let misses = target.map_or(0, |target| interval.above(target));
@@ -229,5 +325,106 @@ impl DiskSource {
 impl Drop for Sources {
     fn drop(&mut self) {
         self.let_go();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rtvirtio_host::fake::FakeSysfs;
+    use rtvirtio_host::sysfs::Sysfs;
+    use rtvirtio_spec::specification::parse;
+
+    use super::*;
+
+    const SPECIFICATION: &str = r#"
+version = 1
+[device.ssd]
+path = "/dev/sda"
+profile = "p.json"
+[[vm]]
+name = "plc"
+cgroup = "machine.slice/plc.scope"
+[[vm.disk]]
+name = "root"
+device = "ssd"
+[[vm.disk]]
+name = "logs"
+device = "ssd"
+[[vm.task]]
+name = "read"
+disk = "root"
+[[vm.task]]
+name = "log"
+disk = "logs"
+"#;
+
+    #[test]
+    fn process_of_a_vms_name_is_the_vm_in_its_cgroup_alone() {
+        let sysfs = Arc::new(FakeSysfs::v2());
+        sysfs.add_cgroup("machine.slice/plc.scope");
+        let put = |pid: u32, cgroup: &str| {
+            sysfs.put(&format!("/proc/{pid}/cmdline"), "qemu-kvm\0-name\0plc\0");
+            sysfs.put(&format!("/proc/{pid}/cgroup"), &format!("0::/{cgroup}\n"));
+        };
+        let host = Host::with_sysfs("/nonexistent", Arc::clone(&sysfs) as Arc<dyn Sysfs>);
+        let specification = parse("test", SPECIFICATION).unwrap();
+        let find = || {
+            let processes = host.qemu_processes().unwrap();
+            let found = process_of(&host, &specification.vms[0], &processes);
+            found.map(|process| process.pid).map_err(|error| error.to_string())
+        };
+        put(7, "user.slice/other.scope");
+        assert_eq!(find(), Err("no QEMU of this name is in its cgroup".to_owned()));
+        put(8, "machine.slice/plc.scope/libvirt/emulator");
+        assert_eq!(find(), Ok(8));
+        put(9, "machine.slice/plc.scope");
+        assert_eq!(find(), Err("two QEMU processes of this name".to_owned()));
+    }
+
+    #[test]
+    fn disk_that_is_not_there_or_leaves_is_said_once_and_the_vm_is_watched() {
+        // QEMU counts `root`, of which it knows nothing any more when it is asked again.
+        const SAID: &str = r#"{"QMP": {}}
+{"return": {}, "id": 1}
+{"return": [{"qdev": "/d", "stats": {"rd_operations": 0, "wr_operations": 0, "rd_bytes": 0, "wr_bytes": 0, "rd_total_time_ns": 0, "wr_total_time_ns": 0}}], "id": 2}
+{"return": {}, "id": 3}
+{"return": [], "id": 4}
+{"error": {"class": "GenericError", "desc": "no such device"}, "id": 5}
+"#;
+        let specification = parse("test", SPECIFICATION).unwrap();
+        let host = Host::with_sysfs("/nonexistent", Arc::new(FakeSysfs::v2()));
+        let mut sources = Sources::new(&specification, host).unwrap();
+        let disk = Disk {
+            names: vec!["root".to_owned()],
+            qom_path: Some("/d".to_owned()),
+            libvirt: None,
+            format: None,
+            file: None,
+            part: None,
+            storage: None,
+            unknown_storage: None,
+            throttle: Default::default(),
+        };
+        let found = vms::Vm {
+            name: "plc".to_owned(),
+            pid: 7,
+            cgroup: None,
+            disks: vec![disk],
+            devices: [(Some("/d".to_owned()), None)].into(),
+            monitor: Some(Monitor::replay(SAID.as_bytes()).unwrap()),
+            unreached: None,
+        };
+        let (vm, mut events) = (&specification.vms[0], Vec::new());
+        sources.take(vm, connect(vm, found).unwrap(), &mut events);
+        let missing = "plc/logs: not watched: QEMU has no disk called logs; it has: root";
+        assert_eq!(events, ["plc: watched at QEMU", missing]);
+        let (_, events) = sources.sample();
+        assert!(events.len() == 1 && events[0].starts_with("plc/root: "), "{events:?}");
+        let (samples, events) = sources.sample();
+        assert!(samples.is_empty() && events.is_empty(), "{events:?}");
+        let watched = &sources.connected[&vm.name];
+        assert!(watched.devices.is_empty(), "it is examined anew when it is time");
     }
 }

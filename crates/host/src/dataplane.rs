@@ -64,7 +64,7 @@ pub enum ControlFault {
     #[error("an answer of the data plane is longer than {0} bytes")]
     TooLong(usize),
     /// The answer is no HTTP, or not what was asked for.
-    #[error("an answer that is not the control API's: {0}")]
+    #[error("an answer that is not the control API's: {}", Words(.0))]
     Malformed(String),
     /// The data plane refuses.
     #[error("{}", Words(error))]
@@ -79,6 +79,17 @@ pub enum ControlFault {
 }
 
 impl ControlFault {
+    /// Whether what was asked may have been done all the same, or may be later.
+    #[must_use]
+    pub const fn is_uncertain(&self) -> bool {
+        match self {
+            Self::Connect { .. } => false,
+            // HTTP's 504: the change takes too long, and may have been begun.
+            Self::Refused { status, .. } => *status == 504,
+            Self::Connection(_) | Self::Late(_) | Self::TooLong(_) | Self::Malformed(_) => true,
+        }
+    }
+
     /// What to do about it, in one line, if that is known.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
@@ -521,6 +532,16 @@ mod tests {
         assert!(fault.to_string().starts_with("\\u{1b}[2Jxxx"), "{fault}");
         assert!(fault.to_string().len() < 420, "{fault}");
         assert_eq!(fault.hint().unwrap(), "a\\nb");
+    }
+
+    #[test]
+    fn words_of_an_answer_that_is_none_are_escaped_and_cut_short() {
+        let body = format!("{{\"event\":\"\\u001b[2J{}\"}}", "x".repeat(500));
+        let (client, _directory) = answer(format!("HTTP/1.0 200 OK\r\n\r\n{body}"));
+        let fault = client.get::<Event>("/").unwrap_err();
+        assert!(matches!(fault, ControlFault::Malformed(_)), "{fault:?}");
+        assert!(fault.to_string().contains("\\u{1b}[2Jxxx"), "{fault}");
+        assert!(fault.to_string().len() < 500, "{fault}");
     }
 
     #[test]

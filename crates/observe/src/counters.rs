@@ -13,7 +13,7 @@ use rtvirtio_host::qemu::{BlockStatistics, LatencyHistograms, Monitor, QemuError
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_units::Nanos;
 
-use crate::vms::{ANSWER, Disk, LibvirtDisk};
+use crate::vms::{ANSWER, Disk, LibvirtDisk, is_late};
 
 /// Boundaries of the bins that we set: from 10 µs to 100 s, each 10 % above the last.
 const FIRST_BOUNDARY: f64 = 1e-5;
@@ -47,10 +47,8 @@ pub struct Interval {
     pub busy: Nanos,
     /// Latencies of reads and writes, each at the upper end of QEMU's bin.
     pub histogram: Histogram,
-    /// Requests in bins, whose ends these are; the last bin has none.
-    pub bins: Vec<u64>,
-    /// Where each bin ends.
-    pub ends: Vec<Nanos>,
+    /// The same latencies, each at the lower end of its bin.
+    pub starts: Histogram,
 }
 
 impl Interval {
@@ -63,9 +61,8 @@ impl Interval {
     /// Requests whose whole bin is above `latency`.
     #[must_use]
     pub fn above(&self, latency: Nanos) -> u64 {
-        let start = |i: usize| i.checked_sub(1).and_then(|i| self.ends.get(i)).copied();
-        let bins = self.bins.iter().enumerate();
-        bins.filter(|(i, _)| start(*i).unwrap_or_default() >= latency).map(|(_, n)| n).sum()
+        let above = self.starts.bins().filter(|(start, _)| *start >= latency);
+        above.fold(0_u64, |sum, (_, count)| sum.saturating_add(count))
     }
 
     /// Adds a later interval.
@@ -169,9 +166,20 @@ impl DiskCounter {
     }
 
     /// Ends the counting, if it is ours.
-    pub fn stop(&self, monitor: &mut Monitor) {
-        if self.is_ours {
-            let _ = monitor.set_latency_histogram(&self.qom_path, &[], ANSWER);
+    fn stop(&self, monitor: &mut Monitor) -> Result<(), QemuError> {
+        match self.is_ours {
+            true => monitor.set_latency_histogram(&self.qom_path, &[], ANSWER),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Ends the counting of a VM's disks, where it is ours. A monitor that is late is not asked about the
+/// others.
+pub fn stop<'a>(counters: impl IntoIterator<Item = &'a DiskCounter>, monitor: &mut Monitor) {
+    for counter in counters {
+        if counter.stop(monitor).is_err_and(|error| is_late(&error)) {
+            return;
         }
     }
 }
@@ -185,7 +193,7 @@ fn has(there: &LatencyHistograms, wanted: &[Nanos]) -> bool {
 }
 
 fn between(before: &BlockStatistics, now: &BlockStatistics, seconds: f64) -> Interval {
-    let (mut bins, mut ends) = (Vec::<u64>::new(), Vec::new());
+    let (mut histogram, mut starts) = (Histogram::new(), Histogram::new());
     let pairs = [
         (&before.latencies.read, &now.latencies.read),
         (&before.latencies.write, &now.latencies.write),
@@ -194,19 +202,16 @@ fn between(before: &BlockStatistics, now: &BlockStatistics, seconds: f64) -> Int
         let Some(now) = now else { continue };
         // Of another histogram than that of before, all is new.
         let before = before.as_ref().filter(|before| before.boundaries == now.boundaries);
-        bins.resize(bins.len().max(now.bins.len()), 0);
-        for (i, (sum, n)) in bins.iter_mut().zip(&now.bins).enumerate() {
+        let boundary = |i: usize| now.boundaries.get(i).copied();
+        for (i, n) in now.bins.iter().enumerate() {
             let old = before.and_then(|before| before.bins.get(i)).copied().unwrap_or(0);
             // Counts that fell: somebody began anew.
-            *sum += n.checked_sub(old).unwrap_or(*n);
+            let count = n.checked_sub(old).unwrap_or(*n);
+            let start = i.checked_sub(1).and_then(boundary).unwrap_or_default();
+            starts.record(start, count);
+            // The last bin has no end: its start stands for it.
+            histogram.record(boundary(i).unwrap_or(start), count);
         }
-        ends.clone_from(&now.boundaries);
-    }
-    let mut histogram = Histogram::new();
-    for (i, &count) in bins.iter().enumerate() {
-        // The last bin has no end: its start stands for it.
-        let end = ends.get(i).or(ends.last()).copied().unwrap_or_default();
-        histogram.record(end, count);
     }
     let busy = |s: &BlockStatistics| s.read_time_ns.saturating_add(s.write_time_ns);
     Interval {
@@ -217,8 +222,7 @@ fn between(before: &BlockStatistics, now: &BlockStatistics, seconds: f64) -> Int
         write_bytes: now.write_bytes.saturating_sub(before.write_bytes),
         busy: Nanos::new(busy(now).saturating_sub(busy(before))),
         histogram,
-        bins,
-        ends,
+        starts,
     }
 }
 
@@ -251,6 +255,16 @@ mod tests {
         let ms = Nanos::from_millis;
         assert_eq!((interval.requests(), interval.histogram.count()), (115, 115));
         assert_eq!((interval.above(ms(5)), interval.above(ms(20))), (5, 1));
+    }
+
+    #[test]
+    fn reads_and_writes_are_counted_by_the_bins_of_each() {
+        let ms = Nanos::from_millis;
+        let mut now = statistics(3, Some([0, 0, 3, 0]));
+        now.latencies.write = Some(qemu::Histogram { boundaries: vec![ms(2)], bins: vec![4, 1] });
+        let interval = between(&statistics(0, None), &now, 1.0);
+        assert_eq!(interval.histogram.bins().collect::<Vec<_>>(), [(ms(2), 5), (ms(20), 3)]);
+        assert_eq!([2, 5, 20].map(|at| interval.above(ms(at))), [4, 3, 0]);
     }
 
     #[test]

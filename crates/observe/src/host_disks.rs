@@ -1,7 +1,7 @@
 //! What the host's disks do, and how long a VM's threads wait for a CPU: counters that anybody may
 //! read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,7 +42,8 @@ struct Counts {
 pub struct HostCounters {
     sysfs: Arc<dyn Sysfs>,
     disks: BTreeMap<String, (Counts, Instant)>,
-    waits: BTreeMap<(u32, String), (u64, Instant)>,
+    /// Of each process, its threads' waits at the last look.
+    waits: BTreeMap<u32, BTreeMap<String, (u64, Instant)>>,
 }
 
 impl HostCounters {
@@ -75,6 +76,8 @@ impl HostCounters {
     pub fn cpu_wait(&mut self, pid: u32) -> f64 {
         let tasks = Path::new("/proc").join(pid.to_string()).join("task");
         let mut worst = 0.0_f64;
+        let before = self.waits.remove(&pid).unwrap_or_default();
+        let mut waits = BTreeMap::new();
         for thread in self.sysfs.list(&tasks).unwrap_or_default() {
             let read = |file: &str| self.sysfs.read(&tasks.join(&thread).join(file)).ok();
             // QEMU names its vCPUs' threads `CPU 0/KVM`, `CPU 0/TCG`.
@@ -86,13 +89,20 @@ impl HostCounters {
                 .and_then(|text| text.split_whitespace().nth(1)?.parse::<u64>().ok());
             let Some(waited) = waited else { continue };
             let now = Instant::now();
-            let key = (pid, format!("{thread} {name}"));
-            if let Some((before, at)) = self.waits.insert(key, (waited, now)) {
-                let seconds = (now - at).as_secs_f64().max(1e-3);
-                worst = worst.max(waited.saturating_sub(before) as f64 / 1e9 / seconds);
+            let thread = format!("{thread} {name}");
+            if let Some((before, at)) = before.get(&thread) {
+                let seconds = (now - *at).as_secs_f64().max(1e-3);
+                worst = worst.max(waited.saturating_sub(*before) as f64 / 1e9 / seconds);
             }
+            waits.insert(thread, (waited, now));
         }
+        self.waits.insert(pid, waits);
         worst.min(1.0)
+    }
+
+    /// Forgets the threads of all other processes.
+    pub fn keep(&mut self, pids: &BTreeSet<u32>) {
+        self.waits.retain(|pid, _| pids.contains(pid));
     }
 }
 
@@ -154,5 +164,19 @@ mod tests {
         assert_eq!(counters.cpu_wait(7), 0.0);
         sysfs.put("/proc/7/task/9/schedstat", "5 9000000000 1\n");
         assert_eq!(counters.cpu_wait(7), 1.0);
+    }
+
+    #[test]
+    fn threads_and_processes_that_ended_are_forgotten() {
+        let sysfs = Arc::new(FakeSysfs::bare());
+        let mut counters = HostCounters::new(Arc::clone(&sysfs) as Arc<dyn Sysfs>);
+        for name in ["worker", "IO iothread0"] {
+            sysfs.put("/proc/7/task/9/comm", name);
+            sysfs.put("/proc/7/task/9/schedstat", "5 0 1\n");
+            counters.cpu_wait(7);
+            assert_eq!(counters.waits[&7].len(), 1);
+        }
+        counters.keep(&BTreeSet::from([8]));
+        assert!(counters.waits.is_empty());
     }
 }

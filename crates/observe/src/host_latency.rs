@@ -8,6 +8,8 @@ use rtvirtio_host::qemu::Part;
 use rtvirtio_host::{BlockTrace, Extent, Host};
 use rtvirtio_spec::latency::Histogram;
 
+use crate::vms::plain;
+
 /// How long extents are believed: an image file grows.
 const BELIEVED: Duration = Duration::from_secs(10);
 
@@ -64,8 +66,8 @@ impl<K: Ord + Clone> HostLatency<K> {
             match self.host.extents(part) {
                 Ok(found) => drop(extents.insert(owner.clone(), found)),
                 Err(error) => {
-                    let name = (self.name)(owner);
-                    self.say(format!("{name}: not measured on the host: {error}"), events);
+                    let (name, why) = ((self.name)(owner), plain(&error.to_string()));
+                    self.say(format!("{name}: not measured on the host: {why}"), events);
                 }
             }
         }

@@ -3,14 +3,16 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
+use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_host::qemu::QemuProcess;
 use rtvirtio_host::{Host, HostError, Topology};
 use rtvirtio_spec::settings::{Knob, Limit};
 use rtvirtio_units::{DeviceName, VmName};
 
-use crate::counters::{DiskCounter, Interval};
+use crate::counters::{self, DiskCounter, Interval};
 use crate::diagnosis::{Evidence, RateLimit};
 use crate::host_disks::{DiskActivity, HostCounters};
-use crate::vms::{Disk, Vm, examine};
+use crate::vms::{BELIEVED, Disk, Vm, block_devices, examine, examine_all, is_late};
 
 /// How far back tails reach.
 pub const RECENT: Duration = Duration::from_secs(60);
@@ -20,6 +22,7 @@ const RETRY_BACKOFF: Duration = Duration::from_secs(10);
 /// A VM that is looked at.
 struct Watched {
     vm: Vm,
+    /// When its monitor was lost, or else its disks were last seen to be those that they were.
     at: Instant,
     counters: Vec<Option<DiskCounter>>,
     recent: Vec<VecDeque<(Instant, Interval)>>,
@@ -95,39 +98,40 @@ impl Session {
     /// # Errors
     /// `/proc` cannot be listed.
     pub fn refresh(&mut self) -> Result<Vec<String>, HostError> {
+        self.refresh_until(&Interrupted::new(false))
+    }
+
+    /// As [`Self::refresh`], until the user interrupts it: other VMs are left for the next time.
+    ///
+    /// # Errors
+    /// `/proc` cannot be listed.
+    pub fn refresh_until(&mut self, interrupted: &Interrupted) -> Result<Vec<String>, HostError> {
         let mut events = Vec::new();
         let processes = self.host.qemu_processes()?;
         let now = Instant::now();
         let is_there: BTreeSet<u32> = processes.iter().map(|process| process.pid).collect();
         self.watched.retain(|pid, watched| {
-            let stays = is_there.contains(pid);
-            if !stays {
+            if !is_there.contains(pid) {
                 events.push(format!("{} has ended", watched.vm.name));
+                return false;
             }
-            // One that did not answer is asked again.
-            stays && (watched.vm.monitor.is_some() || now - watched.at < RETRY_BACKOFF)
+            match watched.vm.monitor {
+                // It is examined anew.
+                Some(_) => !watched.has_other_disks(now),
+                // One that did not answer is asked again.
+                None => now - watched.at < RETRY_BACKOFF,
+            }
         });
-        for process in &processes {
-            if self.watched.contains_key(&process.pid) {
-                continue;
-            }
-            let mut vm = examine(&self.host, process);
-            let mut counters = Vec::new();
-            for disk in &vm.disks {
-                let started = match &mut vm.monitor {
-                    Some(monitor) => DiskCounter::start(monitor, disk, &BTreeSet::new()),
-                    None => Ok(None),
-                };
-                counters.push(started.unwrap_or_else(|error| {
-                    events.push(format!("{}/{}: {error}", vm.name, disk.name()));
-                    None
-                }));
-            }
+        self.host_counters.keep(&is_there);
+        let is_new = |process: &&QemuProcess| !self.watched.contains_key(&process.pid);
+        let new: Vec<&QemuProcess> = processes.iter().filter(is_new).collect();
+        for mut vm in examine_all(&self.host, &new, interrupted) {
+            let counters = start(&mut vm, &mut events);
             if let Some(why) = &vm.unreached {
                 events.push(format!("{}: not measured at QEMU: {why}", vm.name));
             }
             let recent = vec![VecDeque::new(); vm.disks.len()];
-            self.watched.insert(process.pid, Watched { vm, at: now, counters, recent });
+            self.watched.insert(vm.pid, Watched { vm, at: now, counters, recent });
         }
         Ok(events)
     }
@@ -196,12 +200,52 @@ impl Session {
             }
             if let Some(error) = lost {
                 events.push(format!("{}: {error}", vm.name));
+                // Of a disk that is gone: QEMU would count the others for nobody.
+                if let Some(monitor) = &mut vm.monitor {
+                    counters::stop(counters.iter().flatten(), monitor);
+                }
                 // It is left alone for a while, and then asked again.
                 (vm.monitor, vm.unreached, *at) = (None, Some(error), Instant::now());
             }
         }
         (looks, events)
     }
+}
+
+impl Watched {
+    /// Whether disks were plugged, unplugged or moved since they were examined, which is looked at once
+    /// in a while. Nothing is counted any more then.
+    fn has_other_disks(&mut self, now: Instant) -> bool {
+        let Some(monitor) = self.vm.monitor.as_mut().filter(|_| now - self.at >= BELIEVED) else {
+            return false;
+        };
+        self.at = now;
+        // A monitor that does not answer is lost at the next look.
+        let is_other = block_devices(monitor).is_ok_and(|devices| devices != self.vm.devices);
+        if is_other {
+            counters::stop(self.counters.iter().flatten(), monitor);
+        }
+        is_other
+    }
+}
+
+/// Has QEMU count the latencies of a VM's disks. A monitor that is late is not asked about the others.
+fn start(vm: &mut Vm, events: &mut Vec<String>) -> Vec<Option<DiskCounter>> {
+    let mut counters = Vec::new();
+    for disk in &vm.disks {
+        let started = match &mut vm.monitor {
+            Some(monitor) => DiskCounter::start(monitor, disk, &BTreeSet::new()),
+            None => Ok(None),
+        };
+        counters.push(started.unwrap_or_else(|error| {
+            events.push(format!("{}/{}: {error}", vm.name, disk.name()));
+            if is_late(&error) {
+                (vm.monitor, vm.unreached) = (None, Some(error.to_string()));
+            }
+            None
+        }));
+    }
+    counters
 }
 
 /// The least limits of a VM's cgroup, by disk of the host.
@@ -252,7 +296,43 @@ impl Drop for Session {
         // QEMU counts no longer than somebody looks.
         for watched in self.watched.values_mut() {
             let Some(monitor) = &mut watched.vm.monitor else { continue };
-            watched.counters.iter().flatten().for_each(|counter| counter.stop(monitor));
+            counters::stop(watched.counters.iter().flatten(), monitor);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_host::qemu::Monitor;
+
+    use super::*;
+
+    #[test]
+    fn disk_that_was_moved_is_seen_when_it_is_time_to_look() {
+        let blocks = |id: u64, file: &str| {
+            format!(
+                "{{\"return\": [{{\"device\": \"\", \"qdev\": \"/d\", \"inserted\": {{ \
+                 \"file\": \"{file}\", \"drv\": \"raw\", \"bps\": 0, \"iops\": 0}}}}], \
+                 \"id\": {id}}}\n"
+            )
+        };
+        let said = format!(
+            "{{\"QMP\": {{}}}}\n{{\"return\": {{}}, \"id\": 1}}\n{}{}",
+            blocks(2, "/img/a"),
+            blocks(3, "/img/b")
+        );
+        let vm = Vm {
+            name: "db".to_owned(),
+            pid: 7,
+            cgroup: None,
+            disks: vec![],
+            devices: [(Some("/d".to_owned()), Some("/img/a".to_owned()))].into(),
+            monitor: Some(Monitor::replay(said.as_bytes()).unwrap()),
+            unreached: None,
+        };
+        let start = Instant::now();
+        let mut watched = Watched { vm, at: start, counters: vec![], recent: vec![] };
+        let look = |s| watched.has_other_disks(start + Duration::from_secs(s));
+        assert_eq!([5, 10, 15, 20].map(look), [false, false, false, true]);
     }
 }

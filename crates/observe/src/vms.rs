@@ -1,15 +1,27 @@
 //! The VMs that run, and their disks by every name that an operator may use.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use rtvirtio_host::qemu::{Block, Domain, Medium, Monitor, Part, QemuProcess, Throttle, libvirt};
+use rtvirtio_host::interrupt::Interrupted;
+use rtvirtio_host::qemu::{
+    Block, Domain, Fault, Medium, Monitor, Part, QemuError, QemuProcess, Throttle, libvirt,
+};
 use rtvirtio_host::storage::Stack;
 use rtvirtio_host::{Host, HostError};
 use serde::Serialize;
 
 /// How long a VM's monitor may take to answer a question.
 pub const ANSWER: Duration = Duration::from_millis(1000);
+/// How long a VM's disks are believed to be those that they were.
+pub const BELIEVED: Duration = Duration::from_secs(10);
+/// VMs that are examined at the same time: one that does not answer does not hold up all others.
+const AT_ONCE: usize = 16;
+
+/// QEMU's block devices that have a medium: the QOM path and the file of each.
+pub type BlockDevices = BTreeSet<(Option<String>, Option<String>)>;
 
 /// A VM that runs.
 #[derive(Debug)]
@@ -22,6 +34,8 @@ pub struct Vm {
     pub cgroup: Option<PathBuf>,
     /// Its disks.
     pub disks: Vec<Disk>,
+    /// What QEMU said they are; nothing if its monitor does not answer.
+    pub devices: BlockDevices,
     /// QEMU's monitor, if that answers.
     pub monitor: Option<Monitor>,
     /// Why it does not, with what can be done.
@@ -94,13 +108,62 @@ pub fn discover(host: &Host) -> Result<Vec<Vm>, HostError> {
 /// The libvirt domains that are defined and do not run; none without libvirt.
 #[must_use]
 pub fn switched_off() -> Vec<String> {
-    libvirt::switched_off(ANSWER).unwrap_or_default()
+    let names = libvirt::switched_off(ANSWER).unwrap_or_default();
+    names.iter().map(|name| plain(name)).collect()
+}
+
+/// A text without control characters, which a terminal would obey and a TOML file must not have:
+/// whoever starts a process chooses its name, and a QEMU the names of its disks.
+#[must_use]
+pub fn plain(text: &str) -> String {
+    text.replace(char::is_control, "\u{fffd}")
+}
+
+/// Whether a monitor did not answer in time, so that it would not answer the next question either.
+pub(crate) fn is_late(error: &QemuError) -> bool {
+    matches!(error.fault, Fault::Late { .. })
+}
+
+/// The block devices that QEMU has now, to be compared with those of [`Vm::devices`].
+///
+/// # Errors
+/// The monitor does not answer.
+pub fn block_devices(monitor: &mut Monitor) -> Result<BlockDevices, QemuError> {
+    monitor.blocks(ANSWER).map(|blocks| devices(&blocks))
+}
+
+fn devices(blocks: &[Block]) -> BlockDevices {
+    let there = blocks.iter().filter(|block| block.file.is_some());
+    there.map(|block| (block.qom_path.clone(), block.file.clone())).collect()
+}
+
+/// What is known of the VMs of these processes, several of which are asked at the same time; of those
+/// that were asked before the user interrupted it.
+#[must_use]
+pub fn examine_all(host: &Host, processes: &[&QemuProcess], interrupted: &Interrupted) -> Vec<Vm> {
+    let mut vms = Vec::new();
+    for some in processes.chunks(AT_ONCE) {
+        if interrupted.load(Ordering::Relaxed) {
+            break;
+        }
+        vms.extend(std::thread::scope(|scope| {
+            let ask = |process| scope.spawn(move || examine(host, process));
+            let running: Vec<_> = some.iter().copied().map(ask).collect();
+            let joined = running.into_iter().map(|thread| match thread.join() {
+                Ok(vm) => vm,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            joined.collect::<Vec<Vm>>()
+        }));
+    }
+    vms
 }
 
 /// What is known of a VM, by its process.
 #[must_use]
 pub fn examine(host: &Host, process: &QemuProcess) -> Vm {
-    let name = process.name.clone().unwrap_or_else(|| format!("pid-{}", process.pid));
+    let name = process.name.as_deref().map(plain);
+    let name = name.unwrap_or_else(|| format!("pid-{}", process.pid));
     let (mut monitor, mut unreached) = match connect(process) {
         Ok(monitor) => (Some(monitor), None),
         Err(why) => (None, Some(why)),
@@ -117,6 +180,7 @@ pub fn examine(host: &Host, process: &QemuProcess) -> Vm {
         (Some(domain), Some(_)) => libvirt::targets(&domain, ANSWER).unwrap_or_default(),
         _ => Vec::new(),
     };
+    let devices = blocks.as_deref().map(devices).unwrap_or_default();
     let mut disks: Vec<Disk> = match blocks {
         Some(blocks) => {
             blocks.iter().filter_map(|block| of_block(host, process, block, &targets)).collect()
@@ -125,13 +189,16 @@ pub fn examine(host: &Host, process: &QemuProcess) -> Vm {
     };
     if let Some(monitor) = &mut monitor {
         for disk in &mut disks {
-            let id = disk.qom_path.as_deref().and_then(device_id).map(str::to_owned);
-            let serial = id.and_then(|id| monitor.serial(&id, ANSWER).ok().flatten());
-            disk.names.extend(serial.filter(|serial| !serial.is_empty()));
+            let Some(id) = disk.qom_path.as_deref().and_then(device_id) else { continue };
+            match monitor.serial(id, ANSWER) {
+                Ok(serial) => disk.names.extend(serial.as_deref().map(plain)),
+                Err(error) if is_late(&error) => break,
+                Err(_) => {}
+            }
         }
     }
     let cgroup = host.cgroup_of_process(process.pid).ok().flatten();
-    Vm { name, pid: process.pid, cgroup, disks, monitor, unreached }
+    Vm { name, pid: process.pid, cgroup, disks, devices, monitor, unreached }
 }
 
 fn connect(process: &QemuProcess) -> Result<Monitor, String> {
@@ -161,6 +228,7 @@ fn of_block(
     let (file, foreign) = match block.medium() {
         Medium::File(file) => (Some(host.path_of_process(process.pid, &file)), None),
         Medium::Protocol(name) => {
+            let name = plain(&name);
             let why = format!(
                 "QEMU's own {name} driver serves it: no disk of this host does (limit it in QEMU, \
                  or serve it by the data plane)"
@@ -183,7 +251,7 @@ fn of_block(
     // Without a format on top, QEMU has the protocol's driver there.
     let format = block.driver.clone().map(|driver| match driver.as_str() {
         "file" | "host_device" => "raw".to_owned(),
-        _ => driver,
+        _ => plain(&driver),
     });
     let disk = disk(host, names, (file, foreign), (qom_path, format, block.throttle));
     let libvirt = process.domain().zip(target.map(|(target, _)| target.clone()));
@@ -208,18 +276,46 @@ fn disk(
     (file, foreign): (Option<PathBuf>, Option<String>),
     (qom_path, format, throttle): (Option<String>, Option<String>, Throttle),
 ) -> Disk {
-    let mut names: Vec<String> = names.into_iter().flatten().collect();
-    names.extend(file.as_ref().map(|file| file.display().to_string()));
-    let mut seen = std::collections::BTreeSet::new();
+    let mut names: Vec<String> = names.iter().flatten().map(|name| plain(name)).collect();
+    names.extend(file.as_ref().map(|file| plain(&file.display().to_string())));
+    let mut seen = BTreeSet::new();
     names.retain(|name| seen.insert(name.clone()));
     let (storage, unknown_storage) = match &file {
         None => (None, foreign),
         Some(file) => match host.storage(file) {
             Ok(stack) => (Some(stack), None),
-            Err(error) => (None, Some(error.to_string())),
+            Err(error) => (None, Some(plain(&error.to_string()))),
         },
     };
     let part = file.clone().map(Part::whole);
     let libvirt = None;
     Disk { names, qom_path, libvirt, format, file, part, storage, unknown_storage, throttle }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rtvirtio_host::fake::FakeSysfs;
+
+    use super::*;
+
+    #[test]
+    fn names_that_a_terminal_would_obey_are_plain() {
+        let sysfs = FakeSysfs::v2();
+        let line = "qemu-kvm\0-name\0a\u{1b}[2J\0-drive\0file=/img/\u{1b}c,if=virtio,id=d\u{7}\0";
+        sysfs.put("/proc/7/cmdline", line);
+        let host = Host::with_sysfs("/nonexistent", Arc::new(sysfs));
+        let processes = host.qemu_processes().unwrap();
+        let examined = |is_interrupted| {
+            let interrupted = Interrupted::new(is_interrupted);
+            examine_all(&host, &processes.iter().collect::<Vec<_>>(), &interrupted)
+        };
+        let vms = examined(false);
+        let [vm] = &vms[..] else { panic!("{vms:?}") };
+        assert_eq!((vm.name.as_str(), vm.disks[0].name()), ("a\u{fffd}[2J", "d\u{fffd}"));
+        let told = vm.disks[0].names.iter().chain(&vm.disks[0].unknown_storage);
+        told.for_each(|text| assert!(!text.contains(char::is_control), "{text:?}"));
+        assert!(examined(true).is_empty());
+    }
 }

@@ -62,7 +62,9 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         input::check_output(output)?;
     }
     let mut session = Session::new(input::host());
-    let mut events = session.refresh()?;
+    let mut events = session.refresh_until(interrupted)?;
+    // Of VMs that were not asked nothing is known.
+    wait(Duration::ZERO, interrupted)?;
     let running: Vec<String> = session.vms().map(|vm| vm.name.clone()).collect();
     check_wishes(&args.targets, &session)?;
     ensure!(
@@ -416,7 +418,7 @@ fn commented(
          # without one is background. A VM without a task may do anything.\n",
     );
     for line in notes.iter().flat_map(|note| note.lines()) {
-        let _ = writeln!(out, "# {line}");
+        let _ = writeln!(out, "# {}", vms::plain(line));
     }
     let toml = to_toml(specification);
     let mut vms = specification.vms.iter();
@@ -424,7 +426,7 @@ fn commented(
         if line == "[[vm]]" {
             let of_vm = vms.next().and_then(|vm| observed.get(&vm.name));
             for text in of_vm.into_iter().flatten() {
-                let _ = writeln!(out, "# {}", text.replace('\n', " "));
+                let _ = writeln!(out, "# {}", vms::plain(text));
             }
         }
         out.push_str(line);
@@ -454,8 +456,10 @@ fn next_steps(site: &Site, output: &Path) -> String {
                     Some(format!(" --target {}=p{}:{time}", vm.name, percentile.get()))
                 })
                 .collect();
-            let (next, place) = match site.directories.get(&device.name) {
-                Some(directory) => ("next".to_owned(), directory.display().to_string()),
+            let directory = site.directories.get(&device.name);
+            let directory = directory.map(|path| vms::plain(&path.display().to_string()));
+            let (next, place) = match directory {
+                Some(directory) => ("next".to_owned(), directory),
                 None => (
                     format!(
                         "next, for a directory or an empty volume on {}",
@@ -608,7 +612,10 @@ mod tests {
         {
             assert!(notes.contains(part), "{notes}");
         }
-        let text = commented(&site.specification, &site.notes, &site.observed);
+        let notes = [site.notes, vec!["db/\u{1b}[2J\r: left out".to_owned()]].concat();
+        let observed = [(VmName::new("db").unwrap(), vec!["\u{7f}a\nb".to_owned()])].into();
+        let text = commented(&site.specification, &notes, &observed);
+        assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
         let parsed = rtvirtio_spec::specification::parse("site.toml", &text).unwrap();
         assert_eq!(parsed, site.specification, "{text}");
         let db = &parsed.vms[0];

@@ -137,7 +137,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut data_plane = DataPlane::new(args.dataplane.as_deref());
     let is_screen = !args.json && std::io::stdout().is_terminal();
     let start = Instant::now();
-    let mut first = session.refresh()?;
+    let mut first = session.refresh_until(interrupted)?;
     let off = vms::switched_off();
     if !off.is_empty() {
         first.push(format!("switched off: {}", off.join(", ")));
@@ -156,7 +156,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         let mut events = std::mem::take(&mut first);
         events.extend(lost);
         let tails = on_host.look(&found, &mut events);
-        events.extend(session.refresh()?);
+        events.extend(session.refresh_until(interrupted)?);
         let devices = found.iter().flat_map(|look| look.below.iter().cloned()).collect();
         let mut disks: Vec<Row> = found.iter().map(|look| row(look, &tails)).collect();
         let (served, nics) = data_plane.look(&mut events);

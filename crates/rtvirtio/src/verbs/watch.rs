@@ -6,16 +6,14 @@ mod metrics;
 
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, Result};
+use anyhow::Result;
 use rtvirtio_cli::log::{self, Level};
 use rtvirtio_controller::look::Look;
 use rtvirtio_controller::{Loop, Planner};
-use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::specification::Specification;
 
 use super::plan::{ModelChoice, plan_host, profile_of};
@@ -58,30 +56,19 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     let metrics = args.listen.map(metrics::Server::start).transpose()?;
     let is_terminal = std::io::stdout().is_terminal();
-    let reload = Arc::new(AtomicBool::new(false));
-    if !is_terminal {
-        signal_hook::flag::register(signal_hook::consts::SIGHUP, Arc::clone(&reload))
-            .context("install a handler for SIGHUP")?;
-    }
     // The host alone is planned for: the monitors serve one client, which is the loop.
     let planner = args.control.then(|| -> Box<Planner> {
         Box::new(|specification, doubts| plan_host(specification, doubts, &ModelChoice::Structural))
     });
-    let specification = read(&args.specification)?;
-    if args.control {
-        // Now, and not when the first VM starts.
-        for device in &specification.devices {
-            profile_of(device)?;
-        }
-    }
+    let specification = read(args)?;
     let mut watched = Loop::new(input::host(), specification, args.dataplane.clone(), planner)?;
     let is_table = !args.json && is_terminal;
     let mut display = is_table.then(display::Display::start).transpose()?;
     let start = Instant::now();
     loop {
         let mut events = Vec::new();
-        if reload.swap(false, Ordering::Relaxed) {
-            match read(&args.specification) {
+        if rtvirtio_cli::is_to_reload() {
+            match read(args) {
                 Ok(specification) => {
                     watched.replace(specification)?;
                     events.push("the specification was read again".to_owned());
@@ -91,30 +78,38 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                 )),
             }
         }
-        let look = watched.look(events);
+        let look = watched.look(events, interrupted);
         if let Some(metrics) = &metrics {
             metrics.publish(&look);
         }
-        if let Some(display) = &mut display {
-            if display.draw(&look)? {
-                return Ok(Outcome::Done);
-            }
-        } else {
-            print(&look, args.json)?;
+        match &mut display {
+            Some(display) => display.draw(&look)?,
+            None => print(&look, args.json)?,
         }
         if args.duration.is_some_and(|s| start.elapsed() >= Duration::from_secs(s)) {
             return Ok(Outcome::Done);
         }
         // Ctrl-C is how it ends.
-        if let Err(InterruptedError) = wait(Duration::from_secs(args.interval), interrupted) {
+        let interval = Duration::from_secs(args.interval);
+        let is_over = match &mut display {
+            Some(display) => display.wait(interval, interrupted)?,
+            None => wait(interval, interrupted).is_err(),
+        };
+        if is_over {
             return Ok(Outcome::Done);
         }
     }
 }
 
-/// The specification, with the VMs where they are.
-fn read(path: &Path) -> Result<Specification> {
-    let mut specification = input::specification(path)?;
+/// The specification, with the VMs where they are. One that is to be planned for has its profiles.
+fn read(args: &Args) -> Result<Specification> {
+    let mut specification = input::specification(&args.specification)?;
+    if args.control {
+        // Now, and not when the first VM starts.
+        for device in &specification.devices {
+            profile_of(device)?;
+        }
+    }
     input::host().locate_vms(&mut specification)?;
     Ok(specification)
 }
@@ -123,4 +118,30 @@ fn print(look: &Look, json: bool) -> Result<()> {
     let text = if json { serde_json::to_string(look)? } else { display::text(look) };
     output::line(&text);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn specification_to_plan_by_has_its_profiles_at_the_start_and_when_it_is_read_again() {
+        const SPECIFICATION: &str = "version = 1\n[device.ssd]\npath = \"/dev/null\"\n\
+            profile = \"absent.json\"\n[[vm]]\nname = \"plc\"\n[[vm.disk]]\nname = \"root\"\n\
+            device = \"ssd\"\n";
+        let directory = tempfile::tempdir().unwrap();
+        let specification = directory.path().join("spec.toml");
+        std::fs::write(&specification, SPECIFICATION).unwrap();
+        let args = Args {
+            specification,
+            control: true,
+            interval: 1,
+            duration: None,
+            listen: None,
+            dataplane: None,
+            json: false,
+        };
+        let error = format!("{:#}", read(&args).unwrap_err());
+        assert!(error.contains("make its profile: rtvirtio calibrate"), "{error}");
+    }
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_dataplane::sandbox::give_socket;
-use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_host::dataplane::{ControlClient, ControlFault};
 use rtvirtio_spec::control::{AddDevice, Handed, Resize};
 use rtvirtio_spec::mapping::{Entry, read};
 use rtvirtio_spec::serve::wire;
@@ -167,9 +167,8 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
     let socket = Socket::make(&listen, client)?;
     let mut fds: Vec<BorrowedFd<'_>> = image.iter().map(AsFd::as_fd).collect();
     fds.push(socket.listener.as_fd());
-    client.change("POST", "/v1/devices", &body, &fds)?;
-    socket.keep();
-    Ok(())
+    let made = client.change("POST", "/v1/devices", &body, &fds);
+    socket.settle(made, "device")
 }
 
 /// The image, open as the data plane will use it.
@@ -256,8 +255,47 @@ impl Socket {
         Ok(socket)
     }
 
-    /// The data plane has it.
-    pub(super) fn keep(self) {
+    /// Keeps it if the data plane has it, or may have: a device whose socket's name is gone can be
+    /// connected to by nobody.
+    pub(super) fn settle(self, made: Result<(), ControlFault>, what: &str) -> Result<()> {
+        let fault = match made {
+            Err(fault) if !fault.is_uncertain() => return Err(fault.into()),
+            made => made.err(),
+        };
         std::mem::forget(self.bound);
+        let Some(fault) = fault else { return Ok(()) };
+        Err(anyhow::Error::from(fault).context(format!(
+            "it may be there all the same, and its socket was kept: see `rtvirtio ctl {what} list`"
+        )))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn socket_of_a_device_that_may_be_there_is_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("s");
+        let settle = |made| {
+            let socket = Socket::make(&path, &ControlClient::new("/nonexistent")).unwrap();
+            let settled = socket.settle(made, "device");
+            let is_kept = path.exists();
+            let _ = fs::remove_file(&path);
+            (is_kept, settled.err().map(|error| error.to_string()))
+        };
+        let refused = |status| {
+            let error = "no".to_owned();
+            Err(ControlFault::Refused { status, error, hint: None })
+        };
+        assert_eq!(settle(Ok(())), (true, None));
+        assert_eq!(settle(refused(409)), (false, Some("no".to_owned())));
+        for made in [refused(504), Err(ControlFault::Late(Duration::from_secs(35)))] {
+            let (is_kept, words) = settle(made);
+            assert!(is_kept && words.unwrap().ends_with("see `rtvirtio ctl device list`"));
+        }
     }
 }

@@ -246,7 +246,6 @@ fn add(client: &ControlClient, args: &AddArgs) -> Result<()> {
     let socket = Socket::make(&listen, client)?;
     let mut fds: Vec<BorrowedFd<'_>> = vec![socket.listener.as_fd()];
     fds.extend(taps.iter().map(Tap::as_fd));
-    client.change("POST", "/v1/nics", &body, &fds)?;
-    socket.keep();
-    Ok(())
+    let made = client.change("POST", "/v1/nics", &body, &fds);
+    socket.settle(made, "nic")
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
 use rtvirtio_observe::diagnosis::Where;
 use rtvirtio_observe::session::RECENT;
+use rtvirtio_observe::vms::plain;
 use rtvirtio_spec::control::{DeviceState, NicState, Snapshot};
 use rtvirtio_spec::latency::Histogram;
 use rtvirtio_units::IoThreadName;
@@ -219,7 +220,7 @@ fn nic_row(old: &NicState, nic: &NicState, seconds: f64) -> NicRow {
     NicRow {
         vm: nic.vm.to_string(),
         nic: nic.name.to_string(),
-        link: nic.link.clone(),
+        link: plain(&nic.link),
         connected: nic.connected,
         received_per_s: frames(QueueDirection::Receive),
         transmitted_per_s: frames(QueueDirection::Transmit),

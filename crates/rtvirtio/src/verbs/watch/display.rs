@@ -1,7 +1,8 @@
 //! What a look looks like: a table on a terminal, lines elsewhere.
 
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyModifiers};
@@ -10,6 +11,7 @@ use ratatui::style::{Color, Style, Stylize as _};
 use ratatui::text::Line;
 use ratatui::widgets::{Block, Cell, List, Row as TableRow, Table};
 use ratatui::{DefaultTerminal, Frame};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::run::MeasuredAt;
 
 use rtvirtio_controller::history::Tails;
@@ -17,6 +19,9 @@ use rtvirtio_controller::look::{DeviceRow, DiskRow, Look, Row, RowTarget};
 
 /// How many of the last events are shown.
 const EVENTS: usize = 8;
+
+/// How long after a signal a wait may go on.
+const STEP: Duration = Duration::from_millis(100);
 
 /// Columns that a narrow terminal has room for, with their widths: 80 columns with spaces and borders.
 const NARROW: [(usize, u16); 7] = [(0, 11), (1, 10), (4, 8), (5, 8), (7, 14), (8, 9), (9, 12)];
@@ -39,8 +44,8 @@ impl Display {
         Ok(Self { terminal: ratatui::try_init()?, events: VecDeque::new() })
     }
 
-    /// Draws a look; true once the user wants to leave.
-    pub(super) fn draw(&mut self, look: &Look) -> Result<bool> {
+    /// Draws a look.
+    pub(super) fn draw(&mut self, look: &Look) -> Result<()> {
         for event in &look.events {
             self.events.push_back(format!("{:>7.1} s  {event}", look.at_s));
         }
@@ -49,17 +54,33 @@ impl Display {
         }
         let events = &self.events;
         self.terminal.draw(|frame| draw(frame, look, events))?;
-        while event::poll(Duration::ZERO)? {
-            if let Event::Key(key) = event::read()? {
-                let is_ctrl_c =
-                    key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
-                if is_ctrl_c || matches!(key.code, KeyCode::Char('q') | KeyCode::Esc) {
+        Ok(())
+    }
+
+    /// Waits; true once the user wants to leave, by a key, which Ctrl-C is here, or by a signal.
+    pub(super) fn wait(&mut self, time: Duration, interrupted: &Interrupted) -> Result<bool> {
+        let end = Instant::now() + time;
+        loop {
+            if interrupted.load(Ordering::Relaxed) {
+                return Ok(true);
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            if event::poll(left.min(STEP))? {
+                if leaves(&event::read()?) {
                     return Ok(true);
                 }
+            } else if left.is_zero() {
+                return Ok(false);
             }
         }
-        Ok(false)
     }
+}
+
+/// Whether the user wants to leave.
+fn leaves(event: &Event) -> bool {
+    let Event::Key(key) = event else { return false };
+    let is_ctrl_c = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
+    is_ctrl_c || matches!(key.code, KeyCode::Char('q') | KeyCode::Esc)
 }
 
 impl Drop for Display {
@@ -169,6 +190,7 @@ fn device_cells(row: &DeviceRow) -> [String; 10] {
 mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
+    use ratatui::crossterm::event::KeyEvent;
     use rtvirtio_spec::latency::Histogram;
     use rtvirtio_units::{Nanos, Percentile, TaskName, VmName};
 
@@ -202,6 +224,16 @@ mod tests {
             change: None,
             events: vec![],
         }
+    }
+
+    #[test]
+    fn keys_that_leave_are_q_escape_and_ctrl_c() {
+        let is_left_by = |code, modifiers| leaves(&Event::Key(KeyEvent::new(code, modifiers)));
+        assert!(is_left_by(KeyCode::Char('q'), KeyModifiers::NONE));
+        assert!(is_left_by(KeyCode::Esc, KeyModifiers::NONE));
+        assert!(is_left_by(KeyCode::Char('c'), KeyModifiers::CONTROL));
+        assert!(!is_left_by(KeyCode::Char('c'), KeyModifiers::NONE));
+        assert!(!leaves(&Event::Resize(80, 24)));
     }
 
     #[test]

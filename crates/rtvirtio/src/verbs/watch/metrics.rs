@@ -1,10 +1,10 @@
 //! Metrics for Prometheus: targets, tails, misses (text exposition format 0.0.4).
 
 use std::fmt::Write as _;
-use std::io::{Read as _, Write as _};
+use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use rtvirtio_spec::control::Promises;
@@ -12,7 +12,7 @@ use rtvirtio_spec::control::Promises;
 use rtvirtio_controller::history::{PERCENTILES, Tails};
 use rtvirtio_controller::look::{DeviceRow, DiskRow, Look, Row};
 
-/// How long one client may take for its request or our answer.
+/// How long one client may take for its request and our answer.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The most that is read of a request.
 const REQUEST: usize = 4096;
@@ -50,19 +50,41 @@ impl Server {
     }
 }
 
-fn answer(mut stream: TcpStream, body: &str) -> std::io::Result<()> {
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let mut request = [0; REQUEST];
-    let n = stream.read(&mut request)?;
-    let is_metrics = request[..n].starts_with(b"GET /metrics ");
+fn answer(mut stream: TcpStream, body: &str) -> io::Result<()> {
+    let deadline = Instant::now() + PATIENCE;
+    let left = || -> io::Result<Option<Duration>> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
+    };
+    let (mut request, mut length) = ([0_u8; REQUEST], 0);
+    // The head of a request ends with an empty line.
+    while length < REQUEST && !request[..length].windows(4).any(|end| end == b"\r\n\r\n") {
+        stream.set_read_timeout(left()?)?;
+        match stream.read(&mut request[length..]) {
+            Ok(0) => break,
+            Ok(read) => length += read,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    let is_metrics = request[..length].starts_with(b"GET /metrics ");
     let (status, body) = if is_metrics { ("200 OK", body) } else { ("404 Not Found", "") };
-    let length = body.len();
-    write!(
-        stream,
+    let answer = format!(
         "HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: \
-         {length}\r\nConnection: close\r\n\r\n{body}"
-    )
+         {}\r\nConnection: close\r\n\r\n{body}",
+        body.len()
+    );
+    let mut rest = answer.as_bytes();
+    while !rest.is_empty() {
+        stream.set_write_timeout(left()?)?;
+        match stream.write(rest) {
+            Ok(0) => return Err(ErrorKind::WriteZero.into()),
+            Ok(written) => rest = &rest[written..],
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// A look as metrics. Names are checked ones, so labels need no escape.
@@ -153,7 +175,6 @@ fn exposition(look: &Look) -> String {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
-    use std::time::Instant;
 
     use rtvirtio_spec::latency::Histogram;
     use rtvirtio_units::{DiskName, Nanos, VmName};
@@ -176,6 +197,31 @@ mod tests {
         client.read_to_string(&mut text).unwrap();
         assert!(text.starts_with("HTTP/1.1 200 OK"), "{text}");
         assert!(begun.elapsed() < PATIENCE, "it waited for one that says nothing");
+    }
+
+    #[test]
+    fn request_in_pieces_is_answered_and_one_without_end_is_not_waited_for() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let serve = move || answer(listener.accept().unwrap().0, "");
+        let server = std::thread::spawn(move || (serve().is_ok(), serve().is_ok()));
+        let mut client = TcpStream::connect(address).unwrap();
+        client.set_nodelay(true).unwrap();
+        for piece in ["GET /met", "rics HTTP/1.1\r\n", "\r\n"] {
+            client.write_all(piece.as_bytes()).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let mut text = String::new();
+        client.read_to_string(&mut text).unwrap();
+        assert!(text.starts_with("HTTP/1.1 200 OK"), "{text}");
+        let begun = Instant::now();
+        let mut client = TcpStream::connect(address).unwrap();
+        // Until the other side has closed.
+        while client.write_all(b"a").is_ok() && begun.elapsed() < 10 * PATIENCE {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        assert!(begun.elapsed() < 5 * PATIENCE, "its time does not end");
+        assert_eq!(server.join().unwrap(), (true, false));
     }
 
     #[test]
