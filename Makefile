@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup build guest libvirt uml install deb demo bench test test-guests test-qos test-blktests test-full python test-python \
+.PHONY: help setup build guest libvirt uml install uninstall deb demo bench test test-guests test-qos test-blktests test-full python test-python \
 	check fmt clippy rustdoc doc deny fuzz loom
 
 # A fresh rustup is not yet on PATH.
@@ -28,6 +28,9 @@ build: ## Build the release binaries; installs nothing (make setup does)
 
 install: ## Install what was built on this system, or below DESTDIR (root)
 	@scripts/install $(DESTDIR)
+
+uninstall: ## Stop the services, put every knob back and remove what make install has installed (root)
+	@scripts/install --uninstall $(DESTDIR)
 
 deb: build ## Debian packages in target/deb: rtvirtio, and rtvirtio-lab
 	@scripts/deb $(TARGET)/deb
@@ -67,8 +70,8 @@ bench: ## Run an experiment of lab/experiments: make bench EXPERIMENT=strict; wi
 		RESULTS="$(RESULTS)" "lab/experiments/$(EXPERIMENT)"; else \
 		for e in lab/experiments/*; do printf '  %-20s %s\n' "$${e##*/}" "$$(sed -n '2s/^# //p' "$$e")"; done; fi
 
-test: setup ## The tests but those that boot guests and Python's: 10 min with the build; what a machine lacks is named
-	@echo "test: some 10 min on 2 cores with the build; left to make test-full: guests and the Python package"
+test: setup ## The tests but those that boot guests and Python's: 12 min with the build; what a machine lacks is named
+	@echo "test: some 12 min on 2 cores with the build; left to make test-full: guests and the Python package"
 	RTVIRTIO_TEST_WITHOUT_GUESTS=1 cargo test --workspace --exclude rtvirtio-py --all-features --locked \
 		--no-fail-fast
 

@@ -109,6 +109,23 @@ fn hostile_specification_is_refused_with_place_and_hint() {
     }
 }
 
+/// A service manager would start it again for ever.
+#[test]
+fn wrong_configuration_of_a_data_plane_has_an_exit_code_of_its_own() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("serve.toml");
+    std::fs::write(&path, "version = 1\n[[iothread]]\nname = \"a/b\"\n").unwrap();
+    for (arguments, expected) in [(&["serve"][..], 78), (&["serve", "--check"], 1)] {
+        let all: Vec<&str> = arguments.iter().copied().chain(path.to_str()).collect();
+        let output = rtvirtio(Path::new(NOWHERE), &all);
+        let text = said(&output);
+        assert_eq!(output.status.code(), Some(expected), "{text}");
+        assert!(text.contains("serve.toml:3:") && text.contains("hint: "), "{text}");
+    }
+    let unit = include_str!("../../../../packaging/rtvirtio-dataplane.service");
+    assert!(unit.contains("\nRestartPreventExitStatus=78\n"));
+}
+
 #[test]
 fn huge_specification_is_refused() {
     let directory = tempfile::tempdir().unwrap();

@@ -47,6 +47,10 @@ fn what_is_installed_is_whole() {
         let mode = std::fs::metadata(staged(program)).unwrap().permissions().mode();
         assert_eq!(mode & 0o111, 0o111, "{unit} starts {program}");
     }
+    for page in ["operating.md", "reference/serve.md", "examples/nics.conf"] {
+        let page = staged("/usr/share/doc/rtvirtio").join(page);
+        assert!(page.exists(), "{}", page.display());
+    }
     let examples = staged("/usr/share/doc/rtvirtio/examples");
     let site = std::fs::read_to_string(examples.join("site.toml")).unwrap();
     rtvirtio_spec::specification::parse("site.toml", &site).unwrap();
@@ -54,6 +58,56 @@ fn what_is_installed_is_whole() {
     let output = Command::new(RTVIRTIO).arg("serve").arg("--check").arg(served).output().unwrap();
     // It is right, and its VMs' images are not here.
     assert_eq!(output.status.code(), Some(2), "{}", said(&output));
+}
+
+/// Files below a directory.
+fn files(directory: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            files(&path, found);
+        } else {
+            found.push(path);
+        }
+    }
+}
+
+#[test]
+fn what_is_installed_is_removed_again_and_an_edited_hook_is_kept() {
+    let directory = tempfile::tempdir().unwrap();
+    let hooks = directory.path().join("etc/libvirt/hooks");
+    let hook = hooks.join("qemu.d/rtvirtio");
+    std::fs::create_dir_all(hooks.join("qemu.d")).unwrap();
+    std::fs::write(&hook, "#!/bin/sh\n").unwrap();
+    script("install", &[directory.path()]);
+    assert!(std::fs::read_to_string(&hook).unwrap().contains("rtvirtio apply"));
+    // Elsewhere: libvirt runs all that is beside it.
+    let old = hooks.join("rtvirtio-qemu.old");
+    assert_eq!(std::fs::read_to_string(&old).unwrap(), "#!/bin/sh\n");
+
+    script("install", &[Path::new("--uninstall"), directory.path()]);
+    let mut left = Vec::new();
+    files(directory.path(), &mut left);
+    assert_eq!(left, [old]);
+}
+
+/// Calls of the data plane before its own list closes, or of its threads, which are in groups that the unit refuses.
+#[test]
+fn unit_allows_the_calls_that_the_data_plane_makes() {
+    let unit = root().join("packaging/rtvirtio-dataplane.service");
+    let text = std::fs::read_to_string(unit).unwrap();
+    let lists = text.lines().filter_map(|line| line.strip_prefix("SystemCallFilter="));
+    let lists: Vec<&str> = lists.collect();
+    let refused = lists.iter().rposition(|list| list.starts_with('~')).unwrap();
+    let allowed: BTreeSet<&str> =
+        lists[refused + 1..].iter().flat_map(|list| list.split(' ')).collect();
+    for (call, what) in [
+        ("fchownat", "gives the control socket its group"),
+        ("sched_setaffinity", "places IOThreads"),
+        ("setpriority", "has threads that hear front ends give way"),
+    ] {
+        assert!(allowed.contains(call), "{call}, which {what}");
+    }
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! The reference in `docs/reference` is what the types say. `UPDATE_REFERENCE=1` writes it anew.
+//! The reference in `docs/reference` is what the types say. `UPDATE_REFERENCE=1` writes it anew. The page of
+//! metrics is written by hand, and has the names that the sources have.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -80,6 +81,60 @@ fn collect(value: &Value, into: &mut BTreeSet<String>) {
             object.values().for_each(|value| collect(value, into));
         }
         _ => {}
+    }
+}
+
+/// Names of metrics as they are exported, from the source of the data plane's.
+fn data_plane_metrics(source: &str) -> BTreeSet<String> {
+    let source = source.split_whitespace().collect::<Vec<_>>().join(" ").replace("( ", "(");
+    let mut families = BTreeSet::new();
+    // prometheus-client adds the unit, and to a counter what it is.
+    for (call, unit, kind) in [
+        ("counters(encoder, (\"", "", "_total"),
+        ("gauges(encoder, (\"", "", ""),
+        ("histograms(encoder, (\"", "_seconds", ""),
+        // Such a tuple is a histogram's that is passed on.
+        (" = (\"", "_seconds", ""),
+    ] {
+        for (at, _) in source.match_indices(call) {
+            let rest = &source[at + call.len()..];
+            let (name, rest) = rest.split_once('"').unwrap();
+            let statement = rest.split([';', '}']).next().unwrap();
+            let units = [("Seconds", "_seconds"), ("Bytes", "_bytes"), ("Ratios", "_ratios")];
+            let named = units.iter().find(|(of, _)| statement.contains(&format!("Unit::{of}")));
+            let unit = named.map_or(unit, |(_, suffix)| *suffix);
+            families.insert(format!("rtvirtio_{name}{unit}{kind}"));
+        }
+    }
+    families
+}
+
+/// The same of `watch --listen`, which writes them as they are.
+fn watch_metrics(source: &str) -> BTreeSet<String> {
+    let source = source.split_whitespace().collect::<Vec<_>>().join(" ").replace("( ", "(");
+    let names = source.split("metric(\"").skip(1).filter_map(|rest| rest.split('"').next());
+    names.map(|name| format!("rtvirtio_{name}")).collect()
+}
+
+#[test]
+fn pages_name_the_metrics_that_there_are() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).expect(path);
+    let served = data_plane_metrics(&read("crates/dataplane/src/control/metrics.rs"));
+    let watched = watch_metrics(&read("crates/rtvirtio/src/verbs/watch/metrics.rs"));
+    assert!(served.len() > 40 && watched.len() > 10, "{served:?} {watched:?}");
+    let families: BTreeSet<String> = served.union(&watched).cloned().collect();
+
+    let is_part = |c: char| c.is_ascii_lowercase() || c == '_';
+    let named = |page: &str| -> BTreeSet<String> {
+        let text = read(page);
+        let starts = text.match_indices("rtvirtio_").map(|(at, _)| &text[at..]);
+        starts.map(|rest| rest.split(|c| !is_part(c)).next().unwrap().to_owned()).collect()
+    };
+    assert_eq!(named("docs/metrics.md"), families);
+    for page in ["docs/data-plane.md", "docs/operating.md", "README.md"] {
+        let unknown: Vec<String> = named(page).difference(&families).cloned().collect();
+        assert_eq!(unknown, [""; 0], "{page}");
     }
 }
 
