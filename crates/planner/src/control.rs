@@ -41,7 +41,7 @@ const MIN_REQUESTS: u64 = 1_000;
 /// Misses that are no risk, however few requests there were: 10 beyond the percentile make a tail.
 const MIN_MISSES: u64 = 10;
 /// So many times [`INTERVAL`] a task that is too slow for a tail in one of them is looked at.
-const MOST_INTERVALS: u32 = 10;
+const MAX_INTERVALS: u32 = 10;
 
 /// What one task did since the last observation.
 #[derive(Debug, Clone, PartialEq)]
@@ -170,7 +170,7 @@ impl Controller {
             self.seen_since = now;
             self.seen.retain(|_, seen| {
                 seen.intervals += 1;
-                seen.is_too_little() && seen.intervals < MOST_INTERVALS
+                seen.is_too_little() && seen.intervals < MAX_INTERVALS
             });
         }
         let mut at_risk = Vec::new();

@@ -25,7 +25,7 @@ use rtvirtio_units::{Bytes, BytesPerSecond, DiskName, Iops, Name, Nanos, VmName,
 use crate::{Problem, ProblemVm, probed_percentile};
 
 /// The least bandwidth that the data plane promises.
-const LEAST_BANDWIDTH: BytesPerSecond = BytesPerSecond::new(512);
+const MIN_BANDWIDTH: BytesPerSecond = BytesPerSecond::new(512);
 
 /// What is planned for one device.
 pub(crate) struct Choice {
@@ -100,7 +100,7 @@ fn rate(loads: impl Iterator<Item = Load>) -> Option<Rate> {
 fn rounded_up(rate: Rate) -> Rate {
     Rate {
         iops: rate.iops.and_then(|iops| Iops::new(iops.get().ceil()).ok()),
-        bandwidth: rate.bandwidth.map(|bandwidth| bandwidth.max(LEAST_BANDWIDTH)),
+        bandwidth: rate.bandwidth.map(|bandwidth| bandwidth.max(MIN_BANDWIDTH)),
         ..rate
     }
 }

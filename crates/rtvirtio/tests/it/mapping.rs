@@ -155,7 +155,7 @@ fn serve_check_prints_what_would_be_served() {
 fn serve_refuses_a_wrong_configuration_with_place_and_hint() {
     let output = with_file(&CONFIGURATION.replace("queues = 4", "queues = 65"), &["serve"], &[]);
     let complaint = said(&output);
-    assert_eq!(output.status.code(), Some(1), "{complaint}");
+    assert_eq!(output.status.code(), Some(78), "{complaint}");
     assert!(complaint.contains("input:14:10: device \"vm0-root\": queues is 65"), "{complaint}");
     assert!(complaint.contains("hint: write queues = 4 (1 to 64)"), "{complaint}");
 }
