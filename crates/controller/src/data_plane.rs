@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use rtvirtio_cli::input;
-use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
+use rtvirtio_host::dataplane::{ControlClient, ControlFault, DEFAULT_SOCKET};
 use rtvirtio_planner::control::{DeviceObservation, TaskObservation};
 use rtvirtio_planner::service_curve;
 use rtvirtio_spec::control::{DeviceState, DeviceUsage, ScheduleState, Snapshot};
@@ -25,6 +25,8 @@ const ANSWER: Duration = Duration::from_millis(500);
 const MAX_FLUSH_FRACTION: u64 = 20;
 /// How long one that did not answer is left alone.
 const RETRY_BACKOFF: Duration = Duration::from_secs(10);
+/// So long a data plane at whose socket nobody listens may restart, with its VMs running.
+const RESTART_TIME: Duration = Duration::from_secs(60);
 
 /// A device, its history, and what it had done at the last look.
 struct Watched {
@@ -52,6 +54,8 @@ pub(crate) struct DataPlane {
     is_named: bool,
     vms: Vec<Vm>,
     devices: BTreeMap<DiskName, Watched>,
+    /// Since when it has not answered, if it does not.
+    lost_since: Option<Instant>,
     /// VMs of the specification whose front ends were connected when it last answered.
     present: BTreeSet<VmName>,
     /// Those that its VMs share, if their profiles can be read.
@@ -81,6 +85,7 @@ impl DataPlane {
             is_named: socket.is_some(),
             vms: specification.vms.clone(),
             devices: BTreeMap::new(),
+            lost_since: None,
             present: BTreeSet::new(),
             at: Instant::now(),
             left_alone: None,
@@ -134,6 +139,7 @@ impl DataPlane {
         }
         match self.client.snapshot() {
             Ok(snapshot) => {
+                self.lost_since = None;
                 // Both are taken: a loss that was said is said again when it happens again.
                 let (left_alone, said) = (self.left_alone.take(), self.said.take());
                 if left_alone.is_some() || said.is_some() {
@@ -143,6 +149,10 @@ impl DataPlane {
             }
             Err(error) => {
                 self.left_alone = Some(now);
+                let since = *self.lost_since.get_or_insert(now);
+                if matches!(error, ControlFault::Connect { .. }) && now - since >= RESTART_TIME {
+                    self.present.clear();
+                }
                 let why = format!("data plane: not watched: {:#}", anyhow::Error::from(error));
                 if self.said.as_ref() != Some(&why) {
                     self.said = Some(why.clone());
@@ -425,8 +435,13 @@ disk = "logs"
         let rows = data_plane.take(at(20), &mut events);
         server.join().unwrap();
         assert_eq!(data_plane.observed(&rows), Default::default());
+        // One that nobody listens at any more has left no VM behind.
+        data_plane.rows(&snapshot(&[("plc", "root", (8000, 50))]), at(21), &mut events);
         std::fs::remove_file(&socket).unwrap();
-        data_plane.take(at(21), &mut events);
+        for (s, is_there) in [(21, true), (40, true), (81, false)] {
+            let rows = data_plane.take(at(s), &mut events);
+            assert_eq!(data_plane.observed(&rows).0.is_empty(), !is_there, "{s}");
+        }
         let lost = events.iter().filter(|event| event.contains("not watched")).count();
         assert_eq!(lost, 2, "{events:?}");
     }

@@ -144,7 +144,11 @@ impl Sources {
     /// Watches a VM from now on, as far as it has the disks of the specification.
     fn take(&mut self, vm: &Vm, connected: Connected, events: &mut Vec<String>) {
         let Connected { watched, parts, missing } = connected;
-        events.push(format!("{}: watched at QEMU", vm.name));
+        let is_said = |disk: &DiskName| self.missing.contains(&(vm.name.clone(), disk.clone()));
+        // One that is examined again and again for a name is not told of each time.
+        if missing.is_empty() || !missing.keys().all(is_said) {
+            events.push(format!("{}: watched at QEMU", vm.name));
+        }
         self.said.remove(&vm.name);
         self.missing.retain(|(of, disk)| *of != vm.name || missing.contains_key(disk));
         for (disk, why) in missing {
@@ -173,10 +177,11 @@ impl Sources {
                     Err(error) => {
                         let is_of_disk =
                             matches!(error.fault, Fault::Unexpected { .. } | Fault::Refused { .. });
+                        let is_late = vms::is_late(&error);
                         let why = vms::plain(&format!("{:#}", anyhow::Error::from(error)));
                         events.push(format!("{vm}/{disk}: {why}"));
                         if !is_of_disk {
-                            lost.push(vm.clone());
+                            lost.push((vm.clone(), is_late));
                             break;
                         }
                         gone.push(disk.clone());
@@ -190,10 +195,10 @@ impl Sources {
             }
         }
         let now = Instant::now();
-        for vm in lost {
+        for (vm, is_late) in lost {
             // A monitor that does not answer is not asked at each look.
             self.left_alone.insert(vm.clone(), now);
-            if let Some(mut watched) = self.connected.remove(&vm) {
+            if let Some(mut watched) = self.connected.remove(&vm).filter(|_| !is_late) {
                 watched.stop();
             }
         }
@@ -213,20 +218,22 @@ impl Watched {
         counters::stop(self.disks.values().map(|disk| &disk.counter), &mut self.monitor);
     }
 
-    /// Whether disks were plugged, unplugged or moved since they were examined, which is looked at once
-    /// in a while. Nothing is counted any more then.
+    /// Whether disks were plugged, unplugged or moved since they were examined, or nobody answers, which is looked at
+    /// once in a while. Nothing is counted any more then.
     fn has_other_disks(&mut self, now: Instant) -> bool {
         if now - self.at < BELIEVED {
             return false;
         }
         self.at = now;
-        // A monitor that does not answer is lost at the next look.
-        let found = vms::block_devices(&mut self.monitor);
-        let is_other = found.is_ok_and(|devices| devices != self.devices);
-        if is_other {
-            self.stop();
+        match vms::block_devices(&mut self.monitor) {
+            Ok(devices) if devices == self.devices => false,
+            Ok(_) => {
+                self.stop();
+                true
+            }
+            // It may be that of a QEMU that has ended: whether there is another one is seen when it is examined.
+            Err(_) => true,
         }
-        is_other
     }
 }
 
@@ -267,7 +274,7 @@ struct Connected {
 
 /// Has a VM's QEMU count latencies.
 fn connect(vm: &Vm, found: vms::Vm) -> Result<Connected> {
-    let vms::Vm { monitor, unreached, devices, disks: there, .. } = found;
+    let vms::Vm { monitor, unreached, devices, lacks_names, disks: there, .. } = found;
     let monitor = monitor.context(unreached.unwrap_or_default())?;
     let mut watched = Watched { monitor, disks: BTreeMap::new(), devices, at: Instant::now() };
     let (mut parts, mut missing) = (Vec::new(), BTreeMap::new());
@@ -306,6 +313,10 @@ fn connect(vm: &Vm, found: vms::Vm) -> Result<Connected> {
                 return Err(error.into());
             }
         }
+    }
+    if lacks_names && !missing.is_empty() {
+        // A disk may be there under the name that is missing: it is examined anew when it is time.
+        watched.devices.clear();
     }
     Ok(Connected { watched, parts, missing })
 }
@@ -413,6 +424,7 @@ disk = "logs"
             cgroup: None,
             disks: vec![disk],
             devices: [(Some("/d".to_owned()), None)].into(),
+            lacks_names: false,
             monitor: Some(Monitor::replay(SAID.as_bytes()).unwrap()),
             unreached: None,
         };

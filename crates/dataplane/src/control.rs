@@ -3,7 +3,8 @@
 //! Who may: root, the service's own user, and one group if it is configured; all others are
 //! disconnected unread. What a connection may cost: one request, a body of [`MAX_BODY`], at most
 //! [`MAX_FDS`] descriptors (the rest is closed by the kernel), [`REQUEST_TIME`], and one of
-//! [`MAX_CONNECTIONS`] places; a reader that does not read is dropped. Where all places are taken, a newcomer gets that of the
+//! [`MAX_CONNECTIONS`] places; a reader that does not read is dropped, and so is one that has not read all of an answer
+//! within 30 s, but for events. Where all places are taken, a newcomer gets that of the
 //! connection whose request has been incomplete for longest, once that is 100 ms.
 //!
 //! The changes of a device are made one at a time, on threads of their own, so that one that waits for the

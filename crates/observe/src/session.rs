@@ -169,7 +169,7 @@ impl Session {
                 let last = match sampled {
                     Some(Ok(interval)) => Some(interval),
                     Some(Err(error)) => {
-                        lost = Some(error.to_string());
+                        lost = Some(error);
                         None
                     }
                     None => None,
@@ -201,11 +201,12 @@ impl Session {
             if let Some(error) = lost {
                 events.push(format!("{}: {error}", vm.name));
                 // Of a disk that is gone: QEMU would count the others for nobody.
-                if let Some(monitor) = &mut vm.monitor {
+                if let Some(monitor) = vm.monitor.as_mut().filter(|_| !is_late(&error)) {
                     counters::stop(counters.iter().flatten(), monitor);
                 }
                 // It is left alone for a while, and then asked again.
-                (vm.monitor, vm.unreached, *at) = (None, Some(error), Instant::now());
+                let why = Some(error.to_string());
+                (vm.monitor, vm.unreached, *at) = (None, why, Instant::now());
             }
         }
         (looks, events)
@@ -327,6 +328,7 @@ mod tests {
             cgroup: None,
             disks: vec![],
             devices: [(Some("/d".to_owned()), Some("/img/a".to_owned()))].into(),
+            lacks_names: false,
             monitor: Some(Monitor::replay(said.as_bytes()).unwrap()),
             unreached: None,
         };

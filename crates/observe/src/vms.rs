@@ -36,6 +36,8 @@ pub struct Vm {
     pub disks: Vec<Disk>,
     /// What QEMU said they are; nothing if its monitor does not answer.
     pub devices: BlockDevices,
+    /// Whether some of their names are not known, since who knows them did not answer.
+    pub lacks_names: bool,
     /// QEMU's monitor, if that answers.
     pub monitor: Option<Monitor>,
     /// Why it does not, with what can be done.
@@ -120,7 +122,8 @@ pub fn plain(text: &str) -> String {
 }
 
 /// Whether a monitor did not answer in time, so that it would not answer the next question either.
-pub(crate) fn is_late(error: &QemuError) -> bool {
+#[must_use]
+pub fn is_late(error: &QemuError) -> bool {
     matches!(error.fault, Fault::Late { .. })
 }
 
@@ -177,9 +180,11 @@ pub fn examine(host: &Host, process: &QemuProcess) -> Vm {
         monitor = None;
     }
     let targets = match (process.domain(), &blocks) {
-        (Some(domain), Some(_)) => libvirt::targets(&domain, ANSWER).unwrap_or_default(),
-        _ => Vec::new(),
+        (Some(domain), Some(_)) => libvirt::targets(&domain, ANSWER).ok(),
+        _ => Some(Vec::new()),
     };
+    let mut lacks_names = targets.is_none();
+    let targets = targets.unwrap_or_default();
     let devices = blocks.as_deref().map(devices).unwrap_or_default();
     let mut disks: Vec<Disk> = match blocks {
         Some(blocks) => {
@@ -192,13 +197,16 @@ pub fn examine(host: &Host, process: &QemuProcess) -> Vm {
             let Some(id) = disk.qom_path.as_deref().and_then(device_id) else { continue };
             match monitor.serial(id, ANSWER) {
                 Ok(serial) => disk.names.extend(serial.as_deref().map(plain)),
-                Err(error) if is_late(&error) => break,
+                Err(error) if is_late(&error) => {
+                    lacks_names = true;
+                    break;
+                }
                 Err(_) => {}
             }
         }
     }
     let cgroup = host.cgroup_of_process(process.pid).ok().flatten();
-    Vm { name, pid: process.pid, cgroup, disks, devices, monitor, unreached }
+    Vm { name, pid: process.pid, cgroup, disks, devices, lacks_names, monitor, unreached }
 }
 
 fn connect(process: &QemuProcess) -> Result<Monitor, String> {

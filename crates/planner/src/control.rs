@@ -187,7 +187,9 @@ impl Controller {
                 ));
             }
         }
-        if !at_risk.is_empty() {
+        // Nor is it calm while a task misses too often that has too few requests for a tail yet.
+        let is_doubtful = |seen: &Seen| seen.intervals > 0 && seen.misses as f64 > seen.allowed;
+        if !at_risk.is_empty() || self.seen.values().any(is_doubtful) {
             self.calm_since = now;
         }
         let settled = now.saturating_sub(self.changed) >= INTERVAL;
@@ -364,6 +366,14 @@ mod tests {
         assert_eq!(first_plan(7, 35, 1), Some(70));
         // What is longer ago than ten intervals says nothing of now.
         assert_eq!(first_plan(12, 1, 1), None);
+        // That a tail is not seen yet is no calm: the margin does not go back and forth.
+        let mut controller = Controller::new(at(0), vms(&["plc"]));
+        let margins = (1..=400).filter_map(|second| {
+            let seen = if second % 7 == 0 { task(35, 1) } else { task(0, 0) };
+            margin(&controller.step(at(second), &vms(&["plc"]), &[seen], &[]))
+        });
+        let margins: Vec<f64> = margins.collect();
+        assert!(margins.len() > 2 && margins.is_sorted(), "{margins:?}");
     }
 
     #[test]

@@ -65,6 +65,8 @@ use rtvirtio_units::{Bytes, Confidence, DeviceName, Nanos, Percentile};
 
 use asked::Question;
 
+/// A whole device: a sum of rates may exceed it by what rounding does.
+const WHOLE: f64 = 1.0 + 1e-9;
 /// Fraction of the declared rate that a task must be given (DESIGN: the pass rule).
 pub const DELIVERED: f64 = 0.95;
 
@@ -456,7 +458,7 @@ impl<'a> Problem<'a> {
                 let question = Question { load, vm: i, task: place, target, together };
                 let answer = asked::ask(self.model, self.profile, &question, &estimate);
                 // Where more comes than the device can do, what waits grows without end.
-                let bound = answer.bound.filter(|_| situation.declared <= 1.0);
+                let bound = answer.bound.filter(|_| situation.declared <= WHOLE);
                 let facts = TargetCheck {
                     target: target.latency,
                     bound,
@@ -513,7 +515,7 @@ impl TargetCheck {
         if self.is_victim {
             return unmet(Cause::MoreUrgentVms);
         }
-        if self.declared > 1.0 {
+        if self.declared > WHOLE {
             return unmet(Cause::RateNotDelivered);
         }
         let Some(bound) = self.bound else {

@@ -123,8 +123,8 @@ pub(crate) fn search(problem: &Problem<'_>, observed: &Knobs) -> Choice {
 /// One search for each number would be a thousand for a thousand VMs of which one has a target that nothing
 /// meets. So few VMs that are kept are tried one by one, more by doublings, and the least number that meets as
 /// much as the best of these is found by bisection. That is the same as one by one if giving up more VMs never
-/// breaks a target of those that are kept, and if all that it helps need the same number, which leaves more than
-/// twice as many VMs as nothing helps.
+/// breaks a target of those that are kept, if all that it helps need the same number, and if that number keeps more
+/// than twice as many VMs as have targets that nothing meets.
 fn give_up<C>(
     vms: usize,
     choose: impl Fn(usize) -> C,

@@ -17,7 +17,8 @@
 //!    earliest deadline is first (earliest eligible deadline first).
 //! 2. *Background.* Else the flow that has had least cost for its weight (start-time fair queueing),
 //!    among those within their limits. Requests of a promise that are served here do not move its
-//!    clock.
+//!    clock. A limit counts promised requests too, and does not hold them: where these leave others of
+//!    the flow less than a request a second, they have one.
 //!
 //! Promised requests may fill the device twice over, so that it does not pause between them.
 //! Background requests wait while all channels are taken and one request more is on the device (an
@@ -45,7 +46,10 @@
 //!   `classes_that_ask_for_less_than_their_rate_cost_the_writer_little`.
 //! - `weights_divide_what_is_left`, `limit_is_not_exceeded`,
 //!   `excess_of_a_promise_costs_only_its_own`,
-//!   `excess_of_a_class_costs_neither_its_flows_other_class_nor_other_flows`.
+//!   `excess_of_a_class_costs_neither_its_flows_other_class_nor_other_flows`,
+//!   `excess_of_a_marked_task_does_not_starve_what_is_unmarked`,
+//!   `promise_beyond_the_limit_delays_the_rest_of_its_flow_for_a_bounded_time`,
+//!   `limited_flow_has_not_waited_before_its_time_comes`, `slow_limit_is_kept_beside_a_promise`.
 //! - `changed_promise_weight_and_limit_hold_from_then_on`: for what waits, too.
 //!
 //! Which promises fit a device: [`admission`].

@@ -186,8 +186,9 @@ struct Flow {
 }
 
 impl Flow {
-    /// When its limit lets a request that is not promised start. What is promised goes by the same limit and is not held by
-    /// it: where that is more than the limit, the others have one request in [`MAX_LIMITED_NS`].
+    /// When its limit lets a request that is not promised start. What is promised uses the limit up and is not held by it:
+    /// where it leaves the others less, they have one request in [`MAX_LIMITED_NS`], if their own requests alone are within
+    /// the limit.
     fn due(&self) -> u64 {
         if self.limit.is_none() {
             return 0;
@@ -738,7 +739,8 @@ impl Scheduler {
             flow.clock = next(flow.clock);
             if promised {
                 // What exceeds the limit for long is not made up for afterwards.
-                flow.clock = flow.clock.min(now.saturating_add(MAX_LIMITED_NS));
+                let longest = now.saturating_add(MAX_LIMITED_NS).max(flow.clock_of_others);
+                flow.clock = flow.clock.min(longest);
             } else {
                 flow.clock_of_others = next(flow.clock_of_others);
                 flow.served_at = now;

@@ -203,8 +203,8 @@ impl Apart {
         let low = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None).ok()?;
         let most = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
         let number = APART.min(most / 2) as RawFd;
+        let identity = identity(low.as_raw_fd())?;
         let number = rustix::io::fcntl_dupfd_cloexec(&low, number).ok()?.into_raw_fd();
-        let identity = identity(number)?;
         SOCKET_DEVICE.store(identity.0, Ordering::Relaxed);
         SOCKET_INODE.store(identity.1, Ordering::Relaxed);
         SOCKET.store(number, Ordering::Relaxed);

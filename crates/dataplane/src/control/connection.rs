@@ -184,9 +184,12 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let now = Instant::now();
-        let read_by = *self.read_by.get_or_insert(now + ANSWER_TIME);
-        if now > read_by && !self.coming.endless.load(Relaxed) {
+        // Before the request is whole there is a word to go on with at most.
+        if self.read_by.is_none() && !self.coming.is_incomplete() {
+            self.read_by = Some(Instant::now() + ANSWER_TIME);
+        }
+        let is_late = self.read_by.is_some_and(|read_by| Instant::now() > read_by);
+        if is_late && !self.coming.endless.load(Relaxed) {
             return Poll::Ready(Err(io::ErrorKind::TimedOut.into()));
         }
         if let Poll::Ready(result) = Pin::new(&mut self.stream).poll_write(context, bytes) {

@@ -292,11 +292,11 @@ impl Nics {
             ids: state.ids(&spec.vm, spec.mapping.queues()),
             spec: spec.clone(),
         };
+        let served = Served { nic, host, socket_id, _positions: positions, spec };
+        self.served().insert(served.spec.name.clone(), served);
         state.nics.insert(name, mapped);
         drop(state);
         core.touch();
-        let nic = Served { nic, host, socket_id, _positions: positions, spec };
-        self.served().insert(nic.spec.name.clone(), nic);
         Ok(())
     }
 

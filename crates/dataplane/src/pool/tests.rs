@@ -31,6 +31,7 @@ mod order;
 mod pairs;
 mod ports;
 mod promises;
+mod rates;
 mod schedule;
 mod slots;
 mod stream;

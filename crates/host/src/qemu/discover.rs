@@ -79,6 +79,11 @@ pub fn processes(sysfs: &dyn Sysfs) -> Result<Vec<QemuProcess>, HostError> {
         let pid = name.parse().ok()?;
         let directory = proc.join(name);
         let command_line = sysfs.read(&directory.join("cmdline")).ok()?;
+        // With `-run-with async-teardown=on` QEMU has a process that frees its memory in the end, with its command
+        // line and in its cgroup (system/async-teardown.c names it).
+        if sysfs.read(&directory.join("comm")).is_ok_and(|comm| comm.starts_with("cleanup/")) {
+            return None;
+        }
         let cwd = sysfs.link(&directory.join("cwd")).ok();
         QemuProcess::parse(pid, &command_line, cwd.as_deref())
     };

@@ -53,3 +53,18 @@ fn limited_flow_has_not_waited_before_its_time_comes() {
     assert!(scheduler.submit(task, (2, Kind::Read, Bytes::from_kib(4)), ms(1_300)));
     assert_eq!(scheduler.next(ms(1_300)).map(|started| started.ticket), Some(2));
 }
+
+/// A request takes longer than a second of the limit, and a promised one comes after each.
+#[test]
+fn slow_limit_is_kept_beside_a_promise() {
+    let mut world = World::new(reference(), Nanos::ZERO);
+    let limit = Rate { iops: None, bandwidth: Some(BytesPerSecond::new(64 << 10)), burst: 1 };
+    let flow = world.scheduler.add_flow(Share { limit: Some(limit), ..share(100) });
+    let promised = world.scheduler.add_class(flow, promise(10_000, 5.0, 1)).unwrap();
+    let other = world.scheduler.add_class(flow, None).unwrap();
+    world.add_to(promised, Load::Paced { every: Nanos::from_millis(500), bytes: 512 });
+    let of_other = world.add_to(other, Load::Backlogged { depth: 1, bytes: 128 << 10 });
+    let outcomes = run_for(&mut world, SECOND, Nanos::from_millis(60_000));
+    let bytes = outcomes[of_other].bytes;
+    assert!((2 << 20..=4 << 20).contains(&bytes), "{bytes} of {} bytes", 60 * (64 << 10));
+}

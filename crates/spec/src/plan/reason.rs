@@ -132,7 +132,8 @@ impl Unmet {
                 regime_name(*regime),
             ),
             Cause::RateNotDelivered => {
-                format!("only {:.0} % of its rate would be delivered{overload}", delivered * 100.0)
+                let delivered = (delivered * 100.0).floor();
+                format!("only {delivered:.0} % of its rate would be delivered{overload}")
             }
             Cause::AboveTarget => {
                 let bound = bound.unwrap_or(*predicted);

@@ -484,11 +484,11 @@ pub struct Qos {
     #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 65536)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u32>,
-    /// Limit: requests a second.
+    /// Limit: requests a second, promised ones among them; no less than is promised.
     #[cfg_attr(feature = "schema", schemars(range(min = 1, max = 100000000)))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_iops: Option<u64>,
-    /// Limit: bytes a second.
+    /// Limit: bytes a second, promised ones among them; no less than is promised.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_bandwidth: Option<Size>,
     /// Limit: requests that may come at once; 1 if nothing says.

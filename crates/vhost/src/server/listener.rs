@@ -71,6 +71,9 @@ pub fn bind(path: &Path, mode: u32, kind: SocketType) -> Result<(OwnedFd, Bound)
 /// # Errors
 /// The kernel's.
 pub fn bind_to(socket: &OwnedFd, address: &SocketAddrUnix) -> Result<(), Errno> {
+    // The umask is the process's: of two binds at once the second would put back what the first has set.
+    static ONE: Mutex<()> = Mutex::new(());
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let umask = rustix::process::umask(Mode::empty());
     let bound = rustix::net::bind(socket, address);
     rustix::process::umask(umask);

@@ -9,8 +9,8 @@ use rtvirtio_frames::features;
 use rtvirtio_frames::limit::Rate;
 use rtvirtio_vhost::Backend as _;
 
+use super::rates::{RATES, judge, passed};
 use super::*;
-use crate::monitor::SchedStat;
 use crate::nic::{Link, Nic, NicConfig};
 use crate::queue::NicQueueSetup;
 use crate::tap::Tap;
@@ -571,71 +571,6 @@ fn queue_that_waits_for_frames_or_buffers_rests() {
     pool.stop(key).unwrap();
 }
 
-/// Frames or bits that pass within a second, as a part of what may: once `step` has kept the queues busy for long enough to
-/// have used up the burst. Time in which this thread, or one of the IOThreads, waited for a CPU is no part of the second, and the best
-/// of some tries is told: a machine that stops for a while passes fewer.
-pub(super) fn passed(
-    rate: Rate,
-    (pool, threads): (&Pool, &[ThreadId]),
-    stats: &[&QueueStats],
-    mut step: impl FnMut(),
-) -> Option<f64> {
-    let tids = threads.iter().filter_map(|thread| Some(pool.thread(*thread)?.1));
-    // SAFETY: takes nothing.
-    let tids: Vec<i32> = tids.chain([unsafe { libc::gettid() }]).collect();
-    let waits = tids.iter().map(|tid| SchedStat::of_thread(*tid)).collect::<Vec<_>>();
-    let look = || {
-        let seen = stats.iter().map(|stats| stats.progress());
-        let seen = seen.fold([0, 0], |all, of| [all[0] + of.requests, all[1] + of.bytes]);
-        let waited: u64 = waits.iter().map(|wait| wait.read().waited.get()).sum();
-        (seen, waited, Instant::now())
-    };
-    let mut keep_busy = |time: Duration| {
-        let begun = Instant::now();
-        while begun.elapsed() < time {
-            step();
-        }
-    };
-    let mut best: Option<f64> = None;
-    for _ in 0..3 {
-        keep_busy(Duration::from_millis(50));
-        let (before, waited, begun) = look();
-        keep_busy(Duration::from_secs(1));
-        let (after, waited_since, ended) = look();
-        let seconds = ended.duration_since(begun).as_secs_f64();
-        let of_rate = |seconds: f64| {
-            let frames = rate.frames.map(|rate| (after[0] - before[0]) as f64 / seconds / rate);
-            let bits = rate.bits.map(|rate| 8.0 * (after[1] - before[1]) as f64 / seconds / rate);
-            frames.into_iter().chain(bits).fold(0.0, f64::max)
-        };
-        assert!(of_rate(seconds) <= 1.03, "{} of {rate:?}", of_rate(seconds));
-        let served = seconds - (waited_since - waited) as f64 / 1e9;
-        if served > 0.5 {
-            best = Some(of_rate(served).max(best.unwrap_or(0.0)));
-        }
-        if best >= Some(0.97) {
-            break;
-        }
-    }
-    best
-}
-
-pub(super) fn judge(test: &str, found: Option<f64>, rate: Rate) {
-    match found {
-        Some(found) => assert!(found >= 0.97, "{found} of {rate:?}"),
-        None => skipped(test, format!("others had the CPUs while {rate:?} was tried")),
-    }
-}
-
-pub(super) const RATES: [Rate; 6] = [
-    Rate { frames: Some(1e3), bits: None, burst: 5_000_000 },
-    Rate { frames: Some(5e4), bits: None, burst: 5_000_000 },
-    Rate { frames: Some(1e5), bits: None, burst: 5_000_000 },
-    Rate { frames: None, bits: Some(1e7), burst: 5_000_000 },
-    Rate { frames: Some(1e6), bits: Some(5e8), burst: 5_000_000 },
-    Rate { frames: None, bits: Some(1e9), burst: 5_000_000 },
-];
-
 #[test]
 fn limits_hold_on_a_tap_to_three_per_cent() {
     for rate in RATES {
@@ -653,7 +588,7 @@ fn limits_hold_on_a_tap_to_three_per_cent() {
             let stats = Arc::clone(&setup.stats);
             let key = pool.start_nic(setup, thread).unwrap();
             port.publish();
-            let found = passed(rate, (&pool, &[thread]), &[&stats], || {
+            let found = passed(rate, (&pool, &[thread]), &[(key, &stats)], || {
                 // The kernel drops what its queue has no room for.
                 for _ in 0..if index == 0 { 100 } else { 0 } {
                     let flags = rustix::net::SendFlags::DONTWAIT;

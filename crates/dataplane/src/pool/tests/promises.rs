@@ -5,7 +5,8 @@ use std::collections::VecDeque;
 use rtvirtio_frames::limit::Rate;
 use rtvirtio_frames::promise::{Medium, Promise, Reservation};
 
-use super::frames::{Flood, Port, RATES, judge, passed, skipped};
+use super::frames::{Flood, Port, skipped};
+use super::rates::{RATES, judge, passed};
 use super::switch::{ALL, Net, PLAIN, Running, between, plain};
 use super::*;
 use crate::nic::Terms;
@@ -189,8 +190,9 @@ fn limit_is_of_all_pairs_of_a_device_together() {
             start_flood(&net, nic, index, pair.into(), &frame)
         };
         let queues: Vec<_> = [(1, 0), (1, 1), (0, 0), (0, 1)].into_iter().map(start).collect();
-        let stats: Vec<_> = queues[2..].iter().map(|(queue, _)| &*queue.stats).collect();
-        let found = passed(rate, (&net.pool, &net.threads), &stats, || {
+        let senders = queues[2..].iter().map(|(queue, _)| (queue.key, &*queue.stats));
+        let senders: Vec<_> = senders.collect();
+        let found = passed(rate, (&net.pool, &net.threads), &senders, || {
             queues.iter().for_each(|(queue, flood)| flood.step(&queue.port));
             std::thread::sleep(Duration::from_micros(100));
         });

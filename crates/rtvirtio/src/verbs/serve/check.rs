@@ -69,11 +69,11 @@ pub(super) fn missing(configuration: &Configuration, online: &BTreeSet<CpuId>) -
     missing.extend(directories.iter().filter_map(|directory| unusable_directory(directory)));
     missing.extend(sockets.into_iter().filter_map(unusable_socket));
     match super::identity(&configuration.service) {
-        Ok(Some(identity)) if configuration.service.user.is_some() => {
+        Ok(Some(identity)) => {
             let kept = |directory: &&Path| keeps_sockets(directory, &identity);
             missing.extend(directories.iter().filter_map(kept));
         }
-        Ok(_) => {}
+        Ok(None) => {}
         Err(error) => missing.push(format!("service: {error}")),
     }
     missing.extend(configuration.devices.iter().filter_map(unusable_image));
@@ -215,6 +215,8 @@ mod tests {
     #[test]
     fn what_the_host_lacks_is_named_and_what_it_has_is_not() {
         let text = "version = 1
+            [service]
+            sandbox = false
             [control]
             socket = '/nonexistent/control'
             [[iothread]]
@@ -331,6 +333,8 @@ mod tests {
     fn of_image(directory: &Path, read_only: bool) -> Configuration {
         let text = format!(
             "version = 1
+            [service]
+            sandbox = false
             [[iothread]]
             name = 'iot0'
             [[device]]

@@ -57,8 +57,11 @@ fn answer(mut stream: TcpStream, body: &str) -> io::Result<()> {
         if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
     };
     let (mut request, mut length) = ([0_u8; REQUEST], 0);
-    // The head of a request ends with an empty line.
-    while length < REQUEST && !request[..length].windows(4).any(|end| end == b"\r\n\r\n") {
+    // The head of a request ends with an empty line; some end lines by LF alone (RFC 9112, 2.2).
+    let is_whole = |head: &[u8]| {
+        head.windows(4).any(|end| end == b"\r\n\r\n") || head.windows(2).any(|end| end == b"\n\n")
+    };
+    while length < REQUEST && !is_whole(&request[..length]) {
         stream.set_read_timeout(left()?)?;
         match stream.read(&mut request[length..]) {
             Ok(0) => break,
