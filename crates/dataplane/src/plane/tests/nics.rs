@@ -32,14 +32,21 @@ queues = 2
 mapping = [{ iothread = "iot0" }]
 "#;
 
+/// What a configuration says, served, and what happens from the first.
+fn served(text: &str) -> (Registry, broadcast::Receiver<Event>) {
+    let configuration = rtvirtio_spec::serve::parse("serve.toml", text).unwrap();
+    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
+    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    let events = registry.events();
+    registry.add_all(&configuration, opened).unwrap();
+    (registry, events)
+}
+
 #[test]
 fn queues_of_a_nic_are_seen_and_moved_as_those_of_a_disk() {
     let directory = tempfile::tempdir().unwrap();
     let text = NETWORK.replace("DIR", directory.path().to_str().unwrap());
-    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
-    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
-    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
-    registry.add_all(&configuration, opened).unwrap();
+    let (registry, _) = served(&text);
     let iothread = |text: &str| IoThreadName::new(text).unwrap();
     let device = |text: &str| DiskName::new(text).unwrap();
 
@@ -91,11 +98,7 @@ fn queues_of_a_nic_are_seen_and_moved_as_those_of_a_disk() {
 fn front_end_of_a_nic_and_rings_that_its_driver_breaks_are_told_of() {
     let directory = tempfile::tempdir().unwrap();
     let text = NETWORK.replace("DIR", directory.path().to_str().unwrap());
-    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
-    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
-    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
-    let events = registry.events();
-    registry.add_all(&configuration, opened).unwrap();
+    let (registry, events) = served(&text);
     let mut rig = Rig { registry, events, directory };
     let device = DiskName::new("a").unwrap();
     let mut begun = Vec::new();
@@ -159,10 +162,7 @@ tx = {{ max_frames = 20000, burst_ms = 1, within_us = 200 }}
 "#,
         path("plc.sock")
     );
-    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
-    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
-    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
-    registry.add_all(&configuration, opened).unwrap();
+    let (registry, _) = served(&text);
     let iothread = |name: &str| IoThreadName::new(name).unwrap();
     let disk_on = |name: &str| {
         let device = json!({
@@ -228,10 +228,7 @@ tx = {rate}
 "#,
         socket.display()
     );
-    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
-    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
-    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
-    registry.add_all(&configuration, opened).unwrap();
+    let (registry, _) = served(&text);
     let plc = DiskName::new("plc").unwrap();
     let set = |names: [&str; 2]| {
         let entries = (0..)
@@ -275,10 +272,7 @@ rx = {{ max_mbit = 100 }}
 "#,
         path("plc.sock")
     );
-    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
-    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
-    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
-    registry.add_all(&configuration, opened).unwrap();
+    let (registry, _) = served(&text);
     let plc = DiskName::new("plc").unwrap();
     let rate =
         |direction, value| NicRate::new(direction, serde_json::from_value(value).unwrap()).unwrap();
@@ -337,10 +331,7 @@ rx = {{ max_mbit = 100 }}
 fn nics_and_networks_come_and_go_and_keep_to_the_rules_of_a_file() {
     let directory = tempfile::tempdir().unwrap();
     let text = NETWORK.replace("DIR", directory.path().to_str().unwrap());
-    let configuration = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
-    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
-    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
-    registry.add_all(&configuration, opened).unwrap();
+    let (registry, _) = served(&text);
     let socket = |name: &str| directory.path().join(format!("{name}.sock"));
     let add = |name: &str, more: serde_json::Value| {
         let mut nic = json!({ "name": name, "vm": name, "socket": socket(name) });

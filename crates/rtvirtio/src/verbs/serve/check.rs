@@ -178,8 +178,8 @@ fn unusable_image(device: &Device) -> Option<String> {
         }
         Err(Errno::ROFS) => {
             return Some(format!(
-                "device {name}: its {what} {shown} is on a file system that is mounted read-only: \
-                 write read_only = true"
+                "device {name}: its {what} {shown} is on a file system that is mounted read-only, or that this service \
+                 sees so: write read_only = true, or ReadWritePaths= in a drop-in of the unit"
             ));
         }
         Err(Errno::NOENT | Errno::NOTDIR) => {

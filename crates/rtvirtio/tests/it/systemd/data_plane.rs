@@ -36,7 +36,7 @@ fn packaged_units_start_the_data_plane_by_its_socket_without_rights() {
     let files = files.map(|(path, text)| (path, text.as_bytes().to_vec()));
     let Some(mut guest) = Guest::boot(test, &files) else { return };
 
-    // As the unit's header has it; without useradd here.
+    // As sysusers.d and an operator do it (docs/operating.md).
     guest.expect(
         0,
         "echo rtvirtio:x:990:990::/:/bin/false >>/etc/passwd; echo rtvirtio:x:990: >>/etc/group
