@@ -104,11 +104,15 @@ fn user_of(numbers: &BTreeSet<u64>) -> Option<String> {
 fn loop_on(sys_block: &Path, numbers: &BTreeSet<u64>) -> Option<String> {
     let disks = std::fs::read_dir(sys_block).ok()?.flatten();
     let names = disks.filter_map(|entry| entry.file_name().into_string().ok());
+    let host = rtvirtio_cli::input::host();
     names.filter(|name| name.starts_with("loop")).find_map(|name| {
         let attribute = sys_block.join(&name).join("loop/backing_file");
         let path = std::fs::read(attribute).ok()?;
         let path = Path::new(OsStr::from_bytes(path.strip_suffix(b"\n").unwrap_or(&path)));
-        // Its name says nothing: a node of a device may be anywhere.
+        // Its name says nothing: a node of a device may be anywhere but behind a server, which may be gone.
+        if host.beyond_reach(path).is_some() {
+            return None;
+        }
         let metadata = std::fs::metadata(path).ok()?;
         let lies_on_it =
             metadata.file_type().is_block_device() && numbers.contains(&metadata.rdev());

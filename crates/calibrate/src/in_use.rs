@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 use rtvirtio_cases::{Case, Neighbour, Scale, SchemeSettings, Tier};
+use rtvirtio_cli::input;
 use rtvirtio_cli::progress::Progress;
 use rtvirtio_host::Host;
 use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
@@ -72,7 +73,7 @@ impl Location {
     /// # Errors
     /// It is not there, or is something else.
     pub fn find(path: &Path) -> Result<Self> {
-        let found = std::fs::canonicalize(path).and_then(|path| Ok((path.metadata()?, path)));
+        let found = input::canonicalize(path).and_then(|path| Ok((path.metadata()?, path)));
         let (metadata, path) = found.with_context(|| path.display().to_string())?;
         let kind = metadata.file_type();
         if kind.is_block_device() {

@@ -25,6 +25,7 @@ use crate::neighbours::OtherLoad;
 
 /// Where a testbed's VMs have their cgroups.
 pub const CGROUP_ROOT: &str = "rtvirtio/bench";
+/// Where [`Host`] looks whether a device is measured, before it sets or puts back anything there.
 const STATE: &str = "/run/rtvirtio-host/bench";
 /// Where guests have their sockets.
 pub const GUEST_FILES: &str = "/run/rtvirtio-host/bench/guests";

@@ -31,7 +31,7 @@ const STEP: Duration = Duration::from_millis(100);
 /// What the program's signal handlers set.
 static INTERRUPTED: OnceLock<Arc<Interrupted>> = OnceLock::new();
 
-/// From now on waits for whoever is at the other end of a pipe end with the program.
+/// From now on waits for whoever is at the other end of a pipe, and for a data plane, end with the program.
 pub(crate) fn end_waits_with(interrupted: &Arc<Interrupted>) {
     // A program has one.
     let _ = INTERRUPTED.set(Arc::clone(interrupted));
@@ -316,13 +316,30 @@ pub(crate) fn state_directory() -> Result<Option<PathBuf>> {
     Ok(Some(path))
 }
 
-/// This host; `RTVIRTIO_STATE_DIR` moves journal and lock away from `/run/rtvirtio-host`.
+/// This host; `RTVIRTIO_STATE_DIR` moves journal and lock away from `/run/rtvirtio-host`. Its data plane is not waited for
+/// once the user wants the program to end.
 pub fn host() -> Host {
-    let host = Host::new("/");
+    let mut host = Host::new("/");
     // A path that cannot be has ended the program before.
-    match state_directory().ok().flatten() {
-        Some(directory) => host.with_state_directory(directory),
+    if let Some(directory) = state_directory().ok().flatten() {
+        host = host.with_state_directory(directory);
+    }
+    match INTERRUPTED.get() {
+        Some(interrupted) => host.with_interrupt(Arc::clone(interrupted)),
         None => host,
+    }
+}
+
+/// A path that a user names, without links. One that leads to what a server or a process answers for is refused: whoever
+/// looked at it would wait for one that answers no more, for ever.
+///
+/// # Errors
+/// The same; it is not there.
+pub fn canonicalize(path: &Path) -> io::Result<PathBuf> {
+    let whole = std::path::absolute(path)?;
+    match host().beyond_reach(&whole) {
+        Some(stack) => Err(io::Error::other(stack.to_string())),
+        None => std::fs::canonicalize(whole),
     }
 }
 

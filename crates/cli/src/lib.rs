@@ -165,7 +165,10 @@ pub fn main<P: Program>() -> ExitCode {
     }
     match outcome {
         Ok(outcome) => outcome.into(),
-        Err(e) if e.downcast_ref::<InterruptedError>().is_some() => {
+        Err(e)
+            if e.is::<InterruptedError>()
+                || e.downcast_ref::<HostError>().is_some_and(HostError::is_of_user) =>
+        {
             eprintln!("interrupted");
             ExitCode::from(130)
         }

@@ -98,8 +98,10 @@ impl Sources {
             self.present = self.vms.iter().filter(runs).map(|vm| vm.name.clone()).collect();
         }
         let now = Instant::now();
-        self.connected
-            .retain(|vm, watched| self.present.contains(vm) && !watched.has_other_disks(now));
+        self.connected.retain(|vm, _| self.present.contains(vm));
+        let others = vms::at_once(self.connected.values_mut(), |vm| vm.has_other_disks(now));
+        let mut others = others.into_iter();
+        self.connected.retain(|_, _| others.next() == Some(false));
         self.parts.retain(|(vm, _), _| self.present.contains(vm));
         self.missing.retain(|(vm, _)| self.present.contains(vm));
         self.left_alone.retain(|_, since| now - *since < RETRY_BACKOFF);
@@ -124,8 +126,13 @@ impl Sources {
         let asked: Vec<&QemuProcess> = found.iter().map(|(_, process)| *process).collect();
         let examined = vms::examine_all(&self.host, &asked, interrupted);
         // Of an interrupted look the last ones are not there.
-        for ((vm, _), examined) in found.into_iter().zip(examined) {
-            match connect(&vm, examined) {
+        let examined = found.into_iter().zip(examined);
+        let connected = vms::at_once(examined, |((vm, _), examined)| {
+            let connected = connect(&vm, examined);
+            (vm, connected)
+        });
+        for (vm, connected) in connected {
+            match connected {
                 Ok(connected) => self.take(&vm, connected, &mut events),
                 Err(error) => self.leave_alone(&vm.name, &error, &mut events),
             }
@@ -165,41 +172,17 @@ impl Sources {
     /// that are not watched are left out.
     pub(crate) fn sample(&mut self) -> (BTreeMap<(VmName, TaskName), Sample>, Vec<String>) {
         let (mut samples, mut events) = (BTreeMap::new(), Vec::new());
-        let mut lost = Vec::new();
-        for (vm, watched) in &mut self.connected {
-            let Watched { monitor, disks, devices, .. } = watched;
-            let mut gone = Vec::new();
-            for (disk, source) in &mut *disks {
-                match source.sample(monitor) {
-                    Ok(of_tasks) => samples.extend(
-                        of_tasks.into_iter().map(|(task, sample)| ((vm.clone(), task), sample)),
-                    ),
-                    Err(error) => {
-                        let is_of_disk =
-                            matches!(error.fault, Fault::Unexpected { .. } | Fault::Refused { .. });
-                        let is_late = vms::is_late(&error);
-                        let why = vms::plain(&format!("{:#}", anyhow::Error::from(error)));
-                        events.push(format!("{vm}/{disk}: {why}"));
-                        if !is_of_disk {
-                            lost.push((vm.clone(), is_late));
-                            break;
-                        }
-                        gone.push(disk.clone());
-                    }
-                }
-            }
-            // The VM's other disks are watched, and it is seen anew which there are when it is time.
-            for source in gone.iter().filter_map(|disk| disks.remove(disk)) {
-                counters::stop([&source.counter], monitor);
-                devices.clear();
-            }
-        }
-        let now = Instant::now();
-        for (vm, is_late) in lost {
-            // A monitor that does not answer is not asked at each look.
-            self.left_alone.insert(vm.clone(), now);
-            if let Some(mut watched) = self.connected.remove(&vm).filter(|_| !is_late) {
-                watched.stop();
+        let sampled = vms::at_once(&mut self.connected, |(vm, watched)| {
+            let sampled = watched.sample(vm);
+            (vm.clone(), sampled)
+        });
+        for (vm, Sampled { of_tasks, said, is_lost }) in sampled {
+            events.extend(said);
+            samples.extend(of_tasks.into_iter().map(|(task, of)| ((vm.clone(), task), of)));
+            if is_lost {
+                // A monitor that does not answer is not asked at each look.
+                self.connected.remove(&vm);
+                self.left_alone.insert(vm, Instant::now());
             }
         }
         (samples, events)
@@ -207,12 +190,53 @@ impl Sources {
 
     /// Gives up all monitors, for somebody else to use; the next refresh takes them again.
     pub(crate) fn let_go(&mut self) {
-        self.connected.values_mut().for_each(Watched::stop);
+        vms::at_once(self.connected.values_mut(), Watched::stop);
         self.connected.clear();
     }
 }
 
+/// What one look says of a VM.
+struct Sampled {
+    of_tasks: Vec<(TaskName, Sample)>,
+    /// What failed.
+    said: Vec<String>,
+    /// Whether its monitor does not answer.
+    is_lost: bool,
+}
+
 impl Watched {
+    /// What each task of `vm` did since the last look.
+    fn sample(&mut self, vm: &VmName) -> Sampled {
+        let (mut of_tasks, mut said, mut gone) = (Vec::new(), Vec::new(), Vec::new());
+        let mut lost = None;
+        for (disk, source) in &mut self.disks {
+            match source.sample(&mut self.monitor) {
+                Ok(sampled) => of_tasks.extend(sampled),
+                Err(error) => {
+                    let is_of_disk =
+                        matches!(error.fault, Fault::Unexpected { .. } | Fault::Refused { .. });
+                    let is_late = vms::is_late(&error);
+                    let why = vms::plain(&format!("{:#}", anyhow::Error::from(error)));
+                    said.push(format!("{vm}/{disk}: {why}"));
+                    if !is_of_disk {
+                        lost = Some(is_late);
+                        break;
+                    }
+                    gone.push(disk.clone());
+                }
+            }
+        }
+        // The VM's other disks are watched, and it is seen anew which there are when it is time.
+        for source in gone.iter().filter_map(|disk| self.disks.remove(disk)) {
+            counters::stop([&source.counter], &mut self.monitor);
+            self.devices.clear();
+        }
+        if lost == Some(false) {
+            self.stop();
+        }
+        Sampled { of_tasks, said, is_lost: lost.is_some() }
+    }
+
     /// QEMU counts no longer than somebody looks.
     fn stop(&mut self) {
         counters::stop(self.disks.values().map(|disk| &disk.counter), &mut self.monitor);

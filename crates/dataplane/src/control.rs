@@ -232,6 +232,7 @@ async fn accept(listener: UnixListener, plane: Arc<dyn Plane>, group: Option<u32
         let service = service_fn(move |mut request| {
             request.extensions_mut().insert(of.clone());
             request.extensions_mut().insert(whose.clone());
+            whose.is_heard();
             routes.call(request)
         });
         tokio::spawn(async move {

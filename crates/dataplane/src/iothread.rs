@@ -78,7 +78,7 @@ use busy::Busy;
 use commands::Rings;
 use messages::Forward;
 pub use messages::PinError;
-pub(crate) use messages::{Ended, ThreadMessage};
+pub(crate) use messages::{Ended, ThreadMessage, check_cpus};
 pub(crate) use polling::Poller;
 pub use polling::Polling;
 use resources::{Registered, Resources};
@@ -205,14 +205,14 @@ pub(crate) struct IoThread {
     entries: Vec<(u64, i32, u32)>,
 }
 
-/// A ring of the best kind that the kernel has.
+/// A ring of the best kind that the kernel has, with room for so many completions.
 ///
 /// # Errors
 /// io_uring is disabled or forbidden.
-fn ring() -> std::io::Result<IoUring> {
+fn ring(completions: u32) -> std::io::Result<IoUring> {
     let build = |modern: bool| {
         let mut builder = IoUring::builder();
-        builder.setup_clamp().setup_cqsize(COMPLETIONS);
+        builder.setup_clamp().setup_cqsize(completions);
         if modern {
             builder.setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag();
         }
@@ -233,7 +233,7 @@ impl IoThread {
         stats: Arc<IoThreadStats>,
         poller: Poller,
     ) -> std::io::Result<Self> {
-        let ring = ring()?;
+        let ring = ring(COMPLETIONS)?;
         // Saves a reference to the ring's file in each enter; without it nothing breaks.
         let _ = ring.submitter().register_ring_fd();
         let resources = Resources::new(&ring);
@@ -588,6 +588,9 @@ impl IoThread {
                 self.cancel(data);
             }
             return;
+        }
+        if entry.queue.is_filled() {
+            entry.queue.stats().kick_filled();
         }
         // The kernel ends a poll when the completion queue is full: the next one will do. One that
         // fails, or ends each time, as of a file that is always ready, is given up. Who waits for a

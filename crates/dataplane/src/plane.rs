@@ -41,6 +41,7 @@ use rustix::io::Errno;
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
 
+use crate::iothread::PinError;
 use crate::schedule::{ClassStatus, ScheduleStatus};
 use crate::stats::QueueStats;
 
@@ -495,6 +496,14 @@ pub enum PlaneError {
         /// The first device in it.
         device: DiskName,
     },
+    /// CPUs that this process does not have.
+    #[error("{what}: {source}")]
+    Cpus {
+        /// What they were for.
+        what: String,
+        /// Which, and those that it has.
+        source: PinError,
+    },
     /// What is to be promised does not fit beside what is promised already.
     #[error("device \"{device}\" cannot be promised that: {reason}")]
     NotAdmitted {
@@ -602,6 +611,11 @@ impl PlaneError {
             Self::NoDevice(_) => "list them: rtvirtio ctl device list".to_owned(),
             Self::NoNic(_) => "list them: rtvirtio ctl nic list".to_owned(),
             Self::NoIoThread(_) => "list them: rtvirtio ctl iothread list".to_owned(),
+            Self::Cpus { .. } => {
+                "name others, bring them online (chcpu --enable N), or let the service have them \
+                 (AllowedCPUs= in a drop-in of its unit)"
+                    .to_owned()
+            }
             Self::NoSchedule(name) => format!(
                 "make it: rtvirtio ctl schedule set {name} --channels N --request-ns NS --kib-ns NS"
             ),

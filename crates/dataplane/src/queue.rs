@@ -569,6 +569,14 @@ impl Queue {
         self.stats.see(backlog);
     }
 
+    /// Whether there is something in its ring, or something that was taken from it and is not back.
+    pub(crate) fn is_filled(&self) -> bool {
+        match &self.source {
+            Source::Ring { ring, .. } => ring.is_pending() || ring.in_flight() > 0,
+            Source::Slots(_) => true,
+        }
+    }
+
     /// Asks for kicks; whether requests came in the meantime.
     pub(crate) fn enable_notification(&mut self) -> bool {
         if !self.is_served() {

@@ -161,6 +161,8 @@ pub struct QueueStats {
     written_bytes: AtomicU64,
     errors: AtomicU64,
     kicks: AtomicU64,
+    /// Of these, those of a ring that was not empty.
+    filled_kicks: AtomicU64,
     calls: AtomicU64,
     broken: AtomicBool,
     drops: [AtomicU64; REASONS],
@@ -197,6 +199,7 @@ impl QueueStats {
             written_bytes: AtomicU64::new(0),
             errors: AtomicU64::new(0),
             kicks: AtomicU64::new(0),
+            filled_kicks: AtomicU64::new(0),
             calls: AtomicU64::new(0),
             broken: AtomicBool::new(false),
             drops: [const { AtomicU64::new(0) }; REASONS],
@@ -321,9 +324,17 @@ impl QueueStats {
         add(&self.kicks, 1);
     }
 
-    /// Kicks of its drivers, and requests that were taken from their rings.
-    pub(crate) fn kicks_and_started(&self) -> (u64, u64) {
-        (self.kicks.load(Relaxed), self.started.load(Relaxed))
+    /// And its ring was not empty.
+    pub(crate) fn kick_filled(&self) {
+        add(&self.filled_kicks, 1);
+    }
+
+    /// Kicks of an empty ring, and a number that rises with each kick of one that is not and with each request that
+    /// is taken.
+    pub(crate) fn empty_kicks(&self) -> (u64, u64) {
+        let filled = self.filled_kicks.load(Relaxed);
+        let empty = self.kicks.load(Relaxed).saturating_sub(filled);
+        (empty, filled + self.started.load(Relaxed))
     }
 
     /// The driver was called.

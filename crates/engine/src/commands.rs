@@ -121,3 +121,31 @@ impl AsRawFd for CommandRing {
         self.ring.as_raw_fd()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use io_uring::opcode::Nop;
+
+    use super::*;
+
+    #[test]
+    fn results_for_which_there_is_no_room_are_taken_without_a_wait() {
+        const ROOM: u32 = 8;
+        let mut ring = CommandRing::new(Commands::Interrupt, ROOM, ROOM).unwrap();
+        for _ in 0..2 {
+            for number in 0..u64::from(ROOM) {
+                let nop = Entry128::from(Nop::new().build().user_data(number));
+                // SAFETY: it refers to no memory.
+                unsafe { ring.submission().push(&nop).unwrap() };
+            }
+            ring.enter();
+        }
+        assert!(ring.ring.submission().cq_overflow(), "there was room for all");
+        let mut taken = Vec::new();
+        while ring.has_ended() {
+            taken.extend(std::iter::from_fn(|| ring.take()).map(|(number, _)| number));
+        }
+        assert_eq!(taken, [0, 1, 2, 3, 4, 5, 6, 7].repeat(2));
+        assert_eq!(ring.in_flight(), 0);
+    }
+}

@@ -17,6 +17,9 @@
 //! then keeps neither the host from its state nor later applies from theirs: it
 //! is reported once, and what it did not take is left to a later rollback.
 //!
+//! A calibration or benchmark has a journal of its own, and puts a device's knobs back as it found them.
+//! So it may begin on a device that a plan was applied to; but nothing is applied or put back there until it has ended.
+//!
 //! Properties: `rollback_after_crash_at_any_step_restores`,
 //! `next_apply_after_crash_at_any_step_succeeds`,
 //! `rollback_itself_crashing_at_any_step_restores`, `second_apply_keeps_the_original_values`,
@@ -24,6 +27,8 @@
 //! `unconfirmed_apply_is_reverted_by_the_watchdog`,
 //! `apply_that_died_is_reverted_by_the_watchdog_at_once`,
 //! `expired_apply_is_reverted_by_the_next_command`,
+//! `device_that_is_measured_is_neither_set_nor_put_back`,
+//! `expired_apply_is_reverted_once_its_device_is_not_measured_any_more`,
 //! `guest_that_hangs_at_an_undo_does_not_keep_the_host_from_later_applies`,
 //! `data_plane_that_hangs_does_not_keep_the_host_from_later_applies`.
 
@@ -32,6 +37,7 @@ use std::thread;
 use std::time::Duration;
 
 use rtvirtio_spec::settings::{COST_AUTO, COST_OFF, Change, Knob, Knobs};
+use rtvirtio_units::DeviceName;
 use serde::Serialize;
 
 use crate::cgroup::Write;
@@ -42,6 +48,7 @@ use crate::promises::Plane;
 use crate::record::Record;
 use crate::restoration::Restoration;
 use crate::restore::save;
+use crate::sysfs::DeviceNumber;
 use crate::systemd::Units;
 use crate::topology::Resolved;
 use crate::{Drift, Host, HostError, Step, Topology};
@@ -143,10 +150,12 @@ impl Host {
             return Err(HostError::AwaitsConfirmation { remaining });
         }
         let resolved = Resolved::find(&*self.sysfs, topology)?;
+        let devices = resolved.devices.iter().map(|(name, disk)| (disk.number, name));
+        self.check_not_measured(devices)?;
         let mut changes = changes.to_vec();
         changes.sort_by(|a, b| a.knob.cmp(&b.knob));
         let mut guests = Connected::open(&*self.sysfs, &topology.guests)?;
-        let plane = Plane::open(topology.data_plane.as_ref())?;
+        let plane = Plane::open(self, topology.data_plane.as_ref())?;
         self.check_changes(&resolved, &guests, &changes)?;
         let mut current = observe(&*self.sysfs, &resolved)?;
         current.extend(guests.knobs());
@@ -205,6 +214,8 @@ impl Host {
         let Some(mut journal) = self.load_of_this_boot()? else {
             return Ok(RollbackOutcome::Nothing);
         };
+        let records = journal.original.iter().chain(journal.pending.iter().map(|p| &p.record));
+        self.check_not_measured(records.flat_map(Record::named_devices))?;
         if !journal.rolling_back {
             // An apply that died keeps what it found.
             let ended = |p: &&mut Pending| p.phase == Phase::Unconfirmed;
@@ -263,7 +274,8 @@ impl Host {
     }
 
     /// Blocks until the apply that waits to be confirmed is settled, or its
-    /// deadline passes, and then reverts it; one that stopped half way at once. For a process of its own.
+    /// deadline passes, and then reverts it, once its devices are not measured; one that stopped half way at once. For
+    /// a process of its own.
     ///
     /// # Errors
     /// See [`HostError`].
@@ -271,21 +283,28 @@ impl Host {
         loop {
             // Without the lock: a journal is replaced whole.
             let pending = self.load_of_this_boot()?.and_then(|j| j.pending);
-            if pending.as_ref().is_some_and(|p| p.phase == Phase::Applying) {
+            let remaining = match &pending {
                 // Its process has died, or another one is at work, for which the lock waits.
-                break;
-            }
-            let Some(deadline) = pending.and_then(|p| p.deadline()) else {
-                return Ok(WatchdogOutcome::Settled);
+                Some(pending) if pending.phase == Phase::Applying => Duration::ZERO,
+                pending => match pending.as_ref().and_then(Pending::deadline) {
+                    Some(deadline) => deadline.saturating_sub(boot_time()),
+                    None => return Ok(WatchdogOutcome::Settled),
+                },
             };
-            let remaining = deadline.saturating_sub(boot_time());
-            if remaining.is_zero() {
-                break;
+            if !remaining.is_zero() {
+                thread::sleep(remaining.min(WATCH));
+                continue;
             }
-            thread::sleep(remaining.min(WATCH));
+            let lock = self.state.lock_within("lock", LOCK_WAIT)?;
+            match self.recover(&lock) {
+                Err(HostError::Measured { .. }) => {}
+                Ok(None) => return Ok(WatchdogOutcome::Settled),
+                Ok(Some(done)) => return Ok(WatchdogOutcome::Reverted(done)),
+                Err(error) => return Err(error),
+            }
+            drop(lock);
+            thread::sleep(WATCH);
         }
-        let lock = self.state.lock_within("lock", LOCK_WAIT)?;
-        Ok(self.recover(&lock)?.map_or(WatchdogOutcome::Settled, WatchdogOutcome::Reverted))
     }
 
     /// What the journal says.
@@ -420,12 +439,45 @@ impl Host {
             return self.state.remove().map(|()| None);
         };
         if journal.rolling_back {
+            self.check_not_measured(journal.original.iter().flat_map(Record::named_devices))?;
             return self.finish_rollback(journal).map(Some);
         }
         if journal.is_to_be_undone(boot_time()) {
+            let record = journal.pending.iter().map(|pending| &pending.record);
+            self.check_not_measured(record.flat_map(Record::named_devices))?;
             return self.undo_pending(journal);
         }
         Ok(None)
+    }
+
+    /// Sees that no calibration or benchmark has set a scheduler or its knobs on one of `devices`: in the end it will put back
+    /// what it found, over what would be written now.
+    fn check_not_measured<'a>(
+        &self,
+        devices: impl IntoIterator<Item = (DeviceNumber, &'a DeviceName)>,
+    ) -> Result<(), HostError> {
+        // What a benchmark applies on its own device has its state below.
+        if self.state.0.starts_with(&self.measurements.0) {
+            return Ok(());
+        }
+        // A journal that cannot be read is for whoever measures next: nobody knows what is in it.
+        let Ok(Some(journal)) = self.measurements.load() else { return Ok(()) };
+        if journal.boot_id != self.boot_id() {
+            return Ok(());
+        }
+        let pending = journal.pending.iter().map(|pending| &pending.record);
+        let records: Vec<&Record> = journal.original.iter().chain(pending).collect();
+        let is_measured = |number: DeviceNumber| {
+            let mut set = records.iter().filter_map(|record| record.devices.get(&number));
+            set.any(|device| {
+                let is_set = device.queue.is_some() || device.cost.is_some();
+                is_set && self.is_same_device(number, device)
+            })
+        };
+        let Some((_, device)) = devices.into_iter().find(|(number, _)| is_measured(*number)) else {
+            return Ok(());
+        };
+        Err(HostError::Measured { device: device.clone(), pid: self.measurements.last_holder() })
     }
 
     /// Undoes the pending apply, if there is one.
@@ -522,8 +574,6 @@ fn differences(observed: &Knobs, current: &Knobs) -> Vec<Drift> {
 
 #[cfg(test)]
 mod tests {
-    use rtvirtio_units::DeviceName;
-
     use super::*;
 
     #[test]

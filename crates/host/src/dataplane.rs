@@ -5,7 +5,8 @@
 //! with the connection.
 //!
 //! Properties (tests of the same name): `answer_without_end_is_refused_at_the_limit`,
-//! `server_that_drips_keeps_the_deadline`, `words_of_a_refusal_are_escaped_and_cut_short`.
+//! `server_that_drips_keeps_the_deadline`, `interrupted_request_ends_at_once_and_a_later_one_soon`,
+//! `words_of_a_refusal_are_escaped_and_cut_short`.
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
@@ -13,6 +14,8 @@ use std::mem::MaybeUninit;
 use std::os::fd::BorrowedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rtvirtio_spec::control::{ErrorBody, Event, Snapshot};
@@ -24,6 +27,8 @@ use rustix::net::{
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+
+use crate::interrupt::{Interrupted, STEP};
 
 /// Where the control API listens unless it is told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/rtvirtio/control.sock";
@@ -37,6 +42,9 @@ const CHUNK: usize = 16 << 10;
 const MAX_EVENT: u64 = 64 << 10;
 /// How long a request may take, a change that drains a queue among them.
 const REQUEST_TIME: Duration = Duration::from_secs(35);
+/// How long a request may take that is begun after the user's signal, to put things back: a data plane that answers
+/// at all has answered by then.
+const AFTER_SIGNAL: Duration = Duration::from_millis(200);
 /// Longest silence of an event stream, whose server speaks every 15 s.
 const SILENCE: Duration = Duration::from_secs(60);
 /// Longest piece of the server's words that is shown, in characters.
@@ -60,6 +68,9 @@ pub enum ControlFault {
     /// The deadline passed. What was asked may have been done, or may be later.
     #[error("no answer of the data plane within {0:?}")]
     Late(Duration),
+    /// The user did not want to wait for it. What was asked may have been done, or may be later.
+    #[error("interrupted")]
+    Interrupted,
     /// The answer is too long.
     #[error("an answer of the data plane is longer than {0} bytes")]
     TooLong(usize),
@@ -86,7 +97,11 @@ impl ControlFault {
             Self::Connect { .. } => false,
             // HTTP's 504: the change takes too long, and may have been begun.
             Self::Refused { status, .. } => *status == 504,
-            Self::Connection(_) | Self::Late(_) | Self::TooLong(_) | Self::Malformed(_) => true,
+            Self::Connection(_)
+            | Self::Late(_)
+            | Self::Interrupted
+            | Self::TooLong(_)
+            | Self::Malformed(_) => true,
         }
     }
 
@@ -108,7 +123,7 @@ impl ControlFault {
                 Some("is it running, and may this user use it? See its log".to_owned())
             }
             Self::Refused { hint, .. } => hint.as_ref().map(|hint| Words(hint).to_string()),
-            Self::TooLong(_) | Self::Malformed(_) => None,
+            Self::Interrupted | Self::TooLong(_) | Self::Malformed(_) => None,
         }
     }
 }
@@ -130,19 +145,26 @@ impl fmt::Display for Words<'_> {
 pub struct ControlClient {
     socket: PathBuf,
     timeout: Duration,
+    interrupted: Option<Arc<Interrupted>>,
 }
 
 impl ControlClient {
     /// The one at this socket. Connects at each request.
     #[must_use]
     pub fn new(socket: impl Into<PathBuf>) -> Self {
-        Self { socket: socket.into(), timeout: REQUEST_TIME }
+        Self { socket: socket.into(), timeout: REQUEST_TIME, interrupted: None }
     }
 
     /// With another deadline for each request.
     #[must_use]
     pub fn with_timeout(self, timeout: Duration) -> Self {
-        Self { socket: self.socket, timeout }
+        Self { timeout, ..self }
+    }
+
+    /// With requests that end within 100 ms of a signal. One that is begun after it, to put things back, ends soon too.
+    #[must_use]
+    pub fn with_interrupt(self, interrupted: Option<Arc<Interrupted>>) -> Self {
+        Self { interrupted, ..self }
     }
 
     /// Its socket.
@@ -216,7 +238,7 @@ impl ControlClient {
     /// # Errors
     /// [`ControlFault`].
     pub fn events(&self) -> Result<Events, ControlFault> {
-        let deadline = Deadline::after(self.timeout);
+        let deadline = self.deadline();
         let stream = self.connect(deadline)?;
         send(&stream, &head("GET", "/v1/events", 0), &[], &[], deadline)?;
         let mut read = Vec::new();
@@ -244,7 +266,7 @@ impl ControlClient {
         body: &[u8],
         fds: &[BorrowedFd<'_>],
     ) -> Result<Vec<u8>, ControlFault> {
-        let deadline = Deadline::after(self.timeout);
+        let deadline = self.deadline();
         let stream = self.connect(deadline)?;
         send(&stream, &head(method, path, body.len()), body, fds, deadline)?;
         let mut answer = Vec::new();
@@ -261,7 +283,17 @@ impl ControlClient {
         Ok(body)
     }
 
-    fn connect(&self, deadline: Deadline) -> Result<UnixStream, ControlFault> {
+    /// When a request that is begun now must be answered.
+    fn deadline(&self) -> Deadline<'_> {
+        let interrupted = self.interrupted.as_deref();
+        let (timeout, interrupted) = match interrupted.is_some_and(is_set) {
+            true => (self.timeout.min(AFTER_SIGNAL), None),
+            false => (self.timeout, interrupted),
+        };
+        Deadline { at: Instant::now() + timeout, timeout, interrupted }
+    }
+
+    fn connect(&self, deadline: Deadline<'_>) -> Result<UnixStream, ControlFault> {
         let failed = |errno: Errno| ControlFault::Connect {
             socket: self.socket.clone(),
             source: errno.into(),
@@ -282,23 +314,30 @@ impl ControlClient {
     }
 }
 
-/// When a request must be answered.
+/// When a request must be answered, and what ends it before.
 #[derive(Clone, Copy)]
-struct Deadline {
+struct Deadline<'a> {
     at: Instant,
     timeout: Duration,
+    interrupted: Option<&'a Interrupted>,
 }
 
-impl Deadline {
-    fn after(timeout: Duration) -> Self {
-        Self { at: Instant::now() + timeout, timeout }
-    }
-
-    /// What is left, never nothing.
+impl Deadline<'_> {
+    /// How long the next wait may take, never nothing: a signal may come during it.
     fn left(self) -> Result<Duration, ControlFault> {
+        if self.interrupted.is_some_and(is_set) {
+            return Err(ControlFault::Interrupted);
+        }
         let left = self.at.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(ControlFault::Late(self.timeout)) } else { Ok(left) }
+        if left.is_zero() {
+            return Err(ControlFault::Late(self.timeout));
+        }
+        Ok(if self.interrupted.is_some() { left.min(STEP) } else { left })
     }
+}
+
+fn is_set(interrupted: &Interrupted) -> bool {
+    interrupted.load(Ordering::Relaxed)
 }
 
 /// Whether to try again: an interrupted call, or one whose own time is over (the deadline knows).
@@ -319,7 +358,7 @@ fn send(
     head: &str,
     body: &[u8],
     fds: &[BorrowedFd<'_>],
-    deadline: Deadline,
+    deadline: Deadline<'_>,
 ) -> Result<(), ControlFault> {
     // A socket, and a queue of a TAP for each pair.
     const MAX_FDS: usize = 1 + rtvirtio_spec::serve::MAX_PAIRS as usize;
@@ -353,7 +392,7 @@ fn receive(
     mut stream: &UnixStream,
     answer: &mut Vec<u8>,
     limit: usize,
-    deadline: Deadline,
+    deadline: Deadline<'_>,
 ) -> Result<bool, ControlFault> {
     let mut chunk = [0; CHUNK];
     loop {
@@ -522,6 +561,27 @@ mod tests {
         let begun = Instant::now();
         assert!(matches!(client.snapshot(), Err(ControlFault::Late(_))));
         assert!(begun.elapsed() < Duration::from_secs(30));
+    }
+
+    #[test]
+    fn interrupted_request_ends_at_once_and_a_later_one_soon() {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let interrupted = Arc::new(Interrupted::new(false));
+        let client = ControlClient::new(socket).with_interrupt(Some(Arc::clone(&interrupted)));
+        let begun = Instant::now();
+        let fault = thread::scope(|scope| {
+            let asking = scope.spawn(|| client.snapshot().unwrap_err());
+            // The server takes the connection, and says nothing.
+            let _kept = listener.accept().unwrap();
+            interrupted.store(true, Ordering::Relaxed);
+            asking.join().unwrap()
+        });
+        assert!(matches!(fault, ControlFault::Interrupted), "{fault:?}");
+        let later = client.snapshot().unwrap_err();
+        assert!(matches!(later, ControlFault::Late(time) if time == AFTER_SIGNAL), "{later:?}");
+        assert!(begun.elapsed() < REQUEST_TIME / 2, "{:?}", begun.elapsed());
     }
 
     #[test]

@@ -8,6 +8,7 @@
 //!
 //! Properties: `partition_leads_to_its_disk`, `identity_follows_the_driver`.
 
+use std::io;
 use std::path::{Path, PathBuf};
 
 use rtvirtio_spec::profile::DeviceIdentity;
@@ -15,6 +16,7 @@ use rtvirtio_units::Bytes;
 
 use crate::HostError;
 use crate::cgroup::read;
+use crate::storage::Stack;
 use crate::sysfs::{DeviceNumber, Sysfs};
 
 /// Bytes in a sector, always.
@@ -104,9 +106,16 @@ fn number_in(sysfs: &dyn Sysfs, file: PathBuf) -> Result<u64, HostError> {
 }
 
 pub(crate) fn node_number(sysfs: &dyn Sysfs, path: &Path) -> Result<DeviceNumber, HostError> {
+    let missing = |source| HostError::DeviceMissing { path: path.to_path_buf(), source };
+    // udev's links stay below /dev, where each look at a disk would cost one at all mounts.
+    if !path.starts_with("/dev")
+        && let Some(stack) = Stack::beyond_reach(sysfs, path)
+    {
+        return Err(missing(io::Error::other(stack.to_string())));
+    }
     sysfs
         .device_number(path)
-        .map_err(|source| HostError::DeviceMissing { path: path.to_path_buf(), source })?
+        .map_err(missing)?
         .ok_or_else(|| HostError::NotABlockDevice { path: path.to_path_buf() })
 }
 
@@ -162,6 +171,17 @@ mod tests {
         assert_eq!(disk.number, DeviceNumber::new(8, 0));
         assert_eq!(disk.queue("scheduler"), Path::new("/sys/dev/block/8:0/queue/scheduler"));
         assert_eq!(identity(&sysfs, Path::new("/dev/sda1")).unwrap().size, Bytes::new(5120));
+    }
+
+    #[test]
+    fn node_on_a_server_is_not_looked_at() {
+        let sysfs = FakeSysfs::v1();
+        sysfs.put("/proc/self/mountinfo", "40 1 0:44 / /srv rw - nfs4 server:/export rw\n");
+        // A look would find a file.
+        sysfs.put("/srv/disk", "");
+        let error = Disk::find(&sysfs, Path::new("/srv/disk")).unwrap_err();
+        let HostError::DeviceMissing { source, .. } = &error else { panic!("{error}") };
+        assert!(source.to_string().contains("a network filesystem"), "{source}");
     }
 
     #[test]

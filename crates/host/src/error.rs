@@ -253,6 +253,14 @@ pub enum HostError {
         /// Its process id, if it could be read.
         pid: Option<u32>,
     },
+    /// A calibration or benchmark has set a device's scheduler or its knobs, and puts them back in the end.
+    #[error("a calibration or benchmark{} has settings of its own on device {device}", pid.map(|p| format!(" (process {p})")).unwrap_or_default())]
+    Measured {
+        /// Which device.
+        device: DeviceName,
+        /// Its process, if it could be read.
+        pid: Option<u32>,
+    },
     /// An earlier apply still waits to be confirmed.
     #[error("an earlier apply waits to be confirmed for another {remaining:.0?}")]
     AwaitsConfirmation {
@@ -331,6 +339,17 @@ fn list<T: std::fmt::Display>(items: &[T]) -> String {
 }
 
 impl HostError {
+    /// Whether the user ended the work, and nothing was changed or all is undone.
+    #[must_use]
+    pub fn is_of_user(&self) -> bool {
+        match self {
+            Self::DataPlane { fault, .. } | Self::DataPlaneWriteFailed { fault, .. } => {
+                matches!(**fault, ControlFault::Interrupted)
+            }
+            _ => false,
+        }
+    }
+
     /// What an operator can do about it.
     #[must_use]
     pub fn hint(&self) -> Option<String> {
@@ -421,6 +440,9 @@ impl HostError {
                 "`busctl status org.freedesktop.systemd1` says whether systemd answers; set it right, then try again".to_owned()
             }
             Self::Locked { .. } => "wait for it to end, then try again".to_owned(),
+            Self::Measured { .. } => {
+                "wait for it to end, or interrupt it, then try again; what a killed one has left, `rtvirtio rollback` or the next calibration puts back".to_owned()
+            }
             Self::AwaitsConfirmation { .. } => {
                 "run `rtvirtio confirm` to keep it or `rtvirtio rollback` to undo it".to_owned()
             }

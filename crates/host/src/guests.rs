@@ -19,7 +19,7 @@
 //! `guests_that_hang_are_waited_for_at_the_same_time`,
 //! `guest_that_hangs_in_mid_apply_undoes_the_host_and_is_named`,
 //! `guest_gone_before_the_apply_writes_nothing`, `guest_gone_before_the_rollback_is_skipped`,
-//! `guest_rebooted_before_the_rollback_is_skipped`,
+//! `guest_rebooted_before_the_rollback_is_skipped`, `guest_that_was_saved_and_restored_is_put_back`,
 //! `guest_that_hangs_at_rollback_does_not_keep_the_host_from_it`,
 //! `guest_that_hangs_at_rollback_does_not_keep_the_host_from_later_applies`,
 //! `guest_that_takes_its_time_and_lies_keeps_the_deadline_of_a_disk`,

@@ -12,7 +12,7 @@ pub type Interrupted = AtomicBool;
 pub struct InterruptedError;
 
 /// How long after a signal a wait may go on.
-const STEP: Duration = Duration::from_millis(100);
+pub(crate) const STEP: Duration = Duration::from_millis(100);
 
 /// Sleeps for `time`, unless interrupted.
 ///

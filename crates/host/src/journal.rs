@@ -206,6 +206,12 @@ impl StateDirectory {
         }
     }
 
+    /// The process that has held the host's lock last.
+    pub(crate) fn last_holder(&self) -> Option<u32> {
+        let text = Self::read_own(&self.0.join("lock")).ok()?;
+        std::str::from_utf8(&text).ok()?.trim().parse().ok()
+    }
+
     fn lock_file(&self, name: &str) -> Result<Lock, HostError> {
         self.create()?;
         let path = self.0.join(name);
@@ -439,7 +445,11 @@ mod tests {
         assert_eq!(merged(guest(1, None, 7), guest(1, Some("a"), 0)), first());
         // Booted again: its QEMU polls as before. Started again: nothing is left.
         assert_eq!(merged(first(), guest(1, Some("b"), 0)), guest(1, Some("b"), 7));
-        assert_eq!(merged(first(), guest(2, Some("a"), 0)), guest(2, Some("a"), 0));
+        assert_eq!(merged(first(), guest(2, Some("b"), 0)), guest(2, Some("b"), 0));
+        // Saved and restored: the guest has what was set in it, another QEMU polls.
+        let restored =
+            GuestRecord { disks: guest(2, Some("b"), 0).disks, ..guest(2, Some("a"), 0) };
+        assert_eq!(merged(first(), restored), guest(2, Some("a"), 0));
     }
 
     #[test]

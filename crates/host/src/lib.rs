@@ -68,6 +68,8 @@ pub use restoration::{Restoration, Skipped};
 pub use topology::Topology;
 pub use writers::{OtherWriter, WriterKind};
 
+use dataplane::ControlClient;
+use interrupt::Interrupted;
 use journal::StateDirectory;
 use sysfs::{RealSysfs, Sysfs};
 
@@ -127,9 +129,13 @@ pub type Observer = Arc<dyn Fn(&Step) -> ControlFlow<()> + Send + Sync>;
 pub struct Host {
     sysfs: Arc<dyn Sysfs>,
     state: StateDirectory,
+    /// Where calibrations and benchmarks have their journal and lock.
+    measurements: StateDirectory,
     observer: Option<Observer>,
     /// The system bus's socket.
     bus: PathBuf,
+    /// Ends waits for a data plane.
+    interrupted: Option<Arc<Interrupted>>,
 }
 
 impl fmt::Debug for Host {
@@ -140,7 +146,7 @@ impl fmt::Debug for Host {
 
 impl Host {
     /// The host whose file tree is under `root`, `/` in production. Journal
-    /// and lock lie in `run/rtvirtio-host` below it.
+    /// and lock lie in `run/rtvirtio-host` below it, those of measurements in `bench` there.
     #[must_use]
     pub fn new(root: impl Into<PathBuf>) -> Self {
         let root = root.into();
@@ -153,13 +159,22 @@ impl Host {
     #[must_use]
     pub fn with_sysfs(state_directory: impl Into<PathBuf>, sysfs: Arc<dyn Sysfs>) -> Self {
         let bus = PathBuf::from("/run/dbus/system_bus_socket");
-        Self { sysfs, state: StateDirectory(state_directory.into()), observer: None, bus }
+        let state = StateDirectory(state_directory.into());
+        let measurements = StateDirectory(state.0.join("bench"));
+        Self { sysfs, state, measurements, observer: None, bus, interrupted: None }
     }
 
-    /// The same host with journal and lock in another directory.
+    /// The same host with journal and lock in another directory; those of measurements stay where they are.
     #[must_use]
     pub fn with_state_directory(mut self, directory: impl Into<PathBuf>) -> Self {
         self.state = StateDirectory(directory.into());
+        self
+    }
+
+    /// The same host, on which no data plane is waited for once `interrupted` is set.
+    #[must_use]
+    pub fn with_interrupt(mut self, interrupted: Arc<Interrupted>) -> Self {
+        self.interrupted = Some(interrupted);
         self
     }
 
@@ -243,7 +258,7 @@ impl Host {
         let resolved = topology::Resolved::find(&*self.sysfs, topology)?;
         let mut knobs = knobs::observe(&*self.sysfs, &resolved)?;
         knobs.extend(guests::Connected::open(&*self.sysfs, &topology.guests)?.knobs());
-        let plane = promises::Plane::open(topology.data_plane.as_ref())?;
+        let plane = promises::Plane::open(self, topology.data_plane.as_ref())?;
         knobs.extend(plane.iter().flat_map(promises::Plane::knobs));
         Ok(knobs)
     }
@@ -302,6 +317,11 @@ impl Host {
     #[must_use]
     pub fn other_writers(&self) -> Vec<OtherWriter> {
         writers::find(&*self.sysfs)
+    }
+
+    /// The control API of the data plane at `socket`.
+    fn control(&self, socket: &Path) -> ControlClient {
+        ControlClient::new(socket).with_interrupt(self.interrupted.clone())
     }
 
     fn step(&self, step: impl FnOnce() -> Step) -> Result<(), HostError> {

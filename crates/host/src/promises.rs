@@ -3,10 +3,11 @@
 //! They are set by its control API, one at a time, and put back in the other order: disks, then the
 //! schedules that they used. A data plane that has ended took them with it, and one that was started
 //! since has its own: both are skipped. One that does not answer is asked once, not for each knob, and its record
-//! is kept for a later rollback.
+//! is kept for a later rollback. Nor is it waited for when the user ends the command.
 //!
 //! Properties: `plan_is_applied_to_the_data_plane_verified_and_rolled_back` (with a real one),
 //! `data_plane_that_hangs_does_not_keep_the_host_from_later_applies`,
+//! `signal_ends_the_wait_for_a_data_plane_that_hangs`,
 //! `data_plane_that_ends_while_it_is_put_back_is_skipped`.
 
 use std::collections::BTreeSet;
@@ -75,9 +76,12 @@ pub(crate) struct Plane {
 impl Plane {
     /// Looks at the one that `topology` is about, if it is about any, and sees that each disk is
     /// there.
-    pub(crate) fn open(topology: Option<&DataPlaneTopology>) -> Result<Option<Self>, HostError> {
+    pub(crate) fn open(
+        host: &Host,
+        topology: Option<&DataPlaneTopology>,
+    ) -> Result<Option<Self>, HostError> {
         let Some(topology) = topology else { return Ok(None) };
-        let client = ControlClient::new(&topology.control);
+        let client = host.control(&topology.control);
         let snapshot = client.snapshot().map_err(|fault| of_plane(&topology.control, fault))?;
         let is_there = |disk: &&DiskName| snapshot.devices.iter().any(|d| d.name == **disk);
         if let Some(disk) = topology.disks.iter().find(|disk| !is_there(disk)) {
@@ -183,7 +187,7 @@ impl Host {
     /// # Errors
     /// If it does not answer, or lacks a device.
     pub fn find_data_plane(&self, topology: &DataPlaneTopology) -> Result<Knobs, HostError> {
-        Ok(Plane::open(Some(topology))?.map(|plane| plane.knobs()).unwrap_or_default())
+        Ok(Plane::open(self, Some(topology))?.map(|plane| plane.knobs()).unwrap_or_default())
     }
 
     /// Puts back what a record holds; gives whether nothing is left of it.
@@ -192,7 +196,7 @@ impl Host {
         record: &DataPlaneRecord,
         done: &mut Restoration,
     ) -> Result<bool, HostError> {
-        let client = ControlClient::new(&record.control);
+        let client = self.control(&record.control);
         let gone = || Skipped::DataPlane { control: record.control.clone() };
         let silent = |fault: &ControlFault| {
             format!("the data plane at {} does not answer: {fault}", record.control.display())

@@ -203,9 +203,14 @@ impl GuestRecord {
     /// Adds what `newer` knows of the same VM and is not known yet.
     fn add(&mut self, newer: Self) {
         if (self.pid, self.started) != (newer.pid, newer.started) {
-            // Another QEMU: the old one's state died with it.
-            *self = newer;
-            return;
+            // Another QEMU: the old one's state died with it, but for that of a guest that was saved and restored.
+            if newer.boot_id.is_none() || self.boot_id != newer.boot_id {
+                *self = newer;
+                return;
+            }
+            self.poll_max.clear();
+            (self.pid, self.started) = (newer.pid, newer.started);
+            self.monitor = newer.monitor;
         }
         for (iothread, poll_max) in newer.poll_max {
             self.poll_max.entry(iothread).or_insert(poll_max);
@@ -268,6 +273,11 @@ pub(crate) struct Record {
 }
 
 impl Record {
+    /// The devices that it is about.
+    pub(crate) fn named_devices(&self) -> impl Iterator<Item = (DeviceNumber, &DeviceName)> {
+        self.devices.iter().map(|(number, device)| (*number, &device.name))
+    }
+
     /// Adds a cgroup's knob unless an older value is known.
     pub(crate) fn add_group(&mut self, newer: GroupRecord) {
         match self.groups.iter_mut().find(|r| r.same_knob(&newer)) {

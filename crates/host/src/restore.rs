@@ -348,7 +348,7 @@ impl Host {
         Ok((done, is_host_back.then_some(left)))
     }
 
-    fn is_same_device(&self, number: DeviceNumber, record: &DeviceRecord) -> bool {
+    pub(crate) fn is_same_device(&self, number: DeviceNumber, record: &DeviceRecord) -> bool {
         generation(&*self.sysfs, number).is_ok_and(|found| record.is_about(found))
     }
 

@@ -12,9 +12,11 @@
 //!
 //! Properties: `image_file_leads_through_lvm_and_crypt_to_its_disk`,
 //! `array_is_a_leaf_with_its_disks`, `volume_on_several_disks_has_all_of_them`, `what_no_disk_of_the_host_serves_is_named`,
-//! `file_of_a_server_that_does_not_answer_is_not_looked_at`, `hostile_sysfs_does_no_harm`.
+//! `file_of_a_server_that_does_not_answer_is_not_looked_at`,
+//! `link_to_a_server_that_does_not_answer_is_not_followed`, `hostile_sysfs_does_no_harm`.
 
 use std::collections::BTreeSet;
+use std::ffi::OsString;
 use std::fmt;
 use std::path::{Component, Path, PathBuf};
 
@@ -29,6 +31,8 @@ use crate::{Host, HostError};
 const DEEPEST: usize = 16;
 /// Leaves of one path, at most.
 const MAX_LEAVES: usize = 64;
+/// The kernel follows no more links of one path (path_resolution(7)).
+const MAX_LINKS: usize = 40;
 
 /// What a path passes through.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -186,6 +190,13 @@ impl Host {
     pub fn storage(&self, path: &Path) -> Result<Stack, HostError> {
         Stack::find(&*self.sysfs, path)
     }
+
+    /// The stack of a path that leads, through links too, to what a server or a process answers for: whoever looked at
+    /// the file would wait for one that answers no more, for ever. Nothing there is looked at.
+    #[must_use]
+    pub fn beyond_reach(&self, path: &Path) -> Option<Stack> {
+        Stack::beyond_reach(&*self.sysfs, path)
+    }
 }
 
 impl Stack {
@@ -208,19 +219,52 @@ impl Stack {
         Ok(stack)
     }
 
-    /// The stack of a path below a mount that a server or a process answers for, known by its name
-    /// alone: one that answers no more keeps whoever looks at the file, for ever if it is a hard mount.
+    /// The stack of a path that leads below a mount that a server or a process answers for: one that answers no more
+    /// keeps whoever looks at the file, for ever if it is a hard mount. Links are read one by one, each where no
+    /// such mount is on the way to it.
     pub(crate) fn beyond_reach(sysfs: &dyn Sysfs, path: &Path) -> Option<Self> {
-        if path.components().any(|part| part == Component::ParentDir) {
+        let mountinfo = sysfs.read(Path::new("/proc/self/mountinfo")).ok()?;
+        let mounts: Vec<Mounted<'_>> = mountinfo.lines().filter_map(Mounted::parse).collect();
+        let remote = |mounted: &Mounted<'_>| {
+            uncontrolled(mounted.kind)
+                .filter(|why| matches!(why, Uncontrolled::Network | Uncontrolled::Fuse))
+        };
+        if !path.is_absolute() || mounts.iter().all(|mounted| remote(mounted).is_none()) {
             return None;
         }
-        let mountinfo = sysfs.read(Path::new("/proc/self/mountinfo")).ok()?;
-        let mounted = Mounted::holding(&mountinfo, path)?;
-        let why = uncontrolled(mounted.kind)
-            .filter(|why| matches!(why, Uncontrolled::Network | Uncontrolled::Fuse))?;
-        let kind = mounted.kind.to_owned();
-        let layers = vec![Layer::Filesystem { kind, mount: mounted.mount }];
-        Some(Self { layers, leaves: Vec::new(), uncontrolled: vec![why] })
+        // What has been walked, without links, and what is left, the next step last.
+        let (mut walked, mut left) = (PathBuf::from("/"), steps(path));
+        let mut links = 0;
+        loop {
+            let mut ahead = walked.clone();
+            ahead.extend(left.iter().rev().take_while(|step| *step != ".."));
+            let mounted = Mounted::deepest(&mounts, &ahead)?;
+            if let Some(why) = remote(mounted) {
+                let (kind, mount) = (mounted.kind.to_owned(), mounted.mount.clone());
+                let layers = vec![Layer::Filesystem { kind, mount }];
+                return Some(Self { layers, leaves: Vec::new(), uncontrolled: vec![why] });
+            }
+            // There is no link on the way to a mount, though another mount may be.
+            while !walked.starts_with(&mounted.mount) {
+                walked.push(left.pop()?);
+            }
+            let step = left.pop()?;
+            if step == ".." {
+                walked.pop();
+                continue;
+            }
+            walked.push(step);
+            let Ok(target) = sysfs.link(&walked) else { continue };
+            links += 1;
+            if links > MAX_LINKS {
+                return None;
+            }
+            walked.pop();
+            if target.is_absolute() {
+                walked = PathBuf::from("/");
+            }
+            left.extend(steps(&target));
+        }
     }
 
     /// What the device at `path` is made of, if it is an array.
@@ -344,6 +388,13 @@ impl Stack {
     }
 }
 
+/// The names that a path goes through, the first one last.
+fn steps(path: &Path) -> Vec<OsString> {
+    let parts = path.components().rev();
+    let steps = parts.filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir));
+    steps.map(|part| part.as_os_str().to_owned()).collect()
+}
+
 /// What a device of the device mapper does, from the UUID that its maker gives it: LVM, cryptsetup,
 /// multipath-tools and kpartx have prefixes of their own.
 fn device_mapper(uuid: &str, on_pool: bool, slaves: usize) -> String {
@@ -384,24 +435,32 @@ struct Mounted<'a> {
 }
 
 impl<'a> Mounted<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        let (before, after) = line.split_once(" - ")?;
+        let mut before = before.split(' ').skip(2);
+        let (number, mount) = (before.next()?.parse().ok()?, before.nth(1)?);
+        let mut after = after.split(' ');
+        let (kind, source) = (after.next()?, after.next()?);
+        let mount = crate::cgroup::unescape(mount);
+        Some(Self { number, mount, kind, source: crate::cgroup::unescape(source) })
+    }
+
     /// The mount that holds `path`, which has no symbolic links.
     fn holding(mountinfo: &'a str, path: &Path) -> Option<Self> {
-        let parse = |line: &'a str| {
-            let (before, after) = line.split_once(" - ")?;
-            let mut before = before.split(' ').skip(2);
-            let (number, mount) = (before.next()?.parse().ok()?, before.nth(1)?);
-            let mut after = after.split(' ');
-            let (kind, source) = (after.next()?, after.next()?);
-            let mount = crate::cgroup::unescape(mount);
-            Some(Self { number, mount, kind, source: crate::cgroup::unescape(source) })
-        };
-        let holds = |mounted: &Self| path.starts_with(&mounted.mount);
+        let mut mounts: Vec<Self> = mountinfo.lines().filter_map(Self::parse).collect();
+        mounts.retain(|mounted| path.starts_with(&mounted.mount));
         // Of two on one mount point the later one covers the other.
-        mountinfo
-            .lines()
-            .filter_map(parse)
-            .filter(holds)
-            .max_by_key(|mounted| mounted.mount.components().count())
+        mounts.into_iter().max_by_key(Self::depth)
+    }
+
+    /// The same of `mounts`.
+    fn deepest<'m>(mounts: &'m [Self], path: &Path) -> Option<&'m Self> {
+        let holding = mounts.iter().filter(|mounted| path.starts_with(&mounted.mount));
+        holding.max_by_key(|mounted| mounted.depth())
+    }
+
+    fn depth(&self) -> usize {
+        self.mount.components().count()
     }
 
     /// The block devices that it lies on.
@@ -567,16 +626,65 @@ mod tests {
         ] {
             let sysfs = host();
             let line = format!("40 1 0:44 / /vm rw - {kind} server:/export rw");
-            mount(&sysfs, &[&line, "41 40 8:1 / /vm/here rw - ext4 /dev/sda1 rw"]);
+            let here = "41 40 8:1 / /vm/here rw - ext4 /dev/sda1 rw";
+            mount(&sysfs, &["1 0 8:1 / / rw - ext4 /dev/sda1 rw", &line, here]);
             // The fake finds no such file: whoever looked would fail.
-            let stack = Stack::find(&sysfs, Path::new("/vm/db.img")).unwrap();
-            assert_eq!((stack.leaves.len(), &stack.uncontrolled[..]), (0, &[why][..]), "{kind}");
-            assert_eq!(stack.layers.len(), 1, "{stack}");
-            // Beside it, and through `..`, which may lead past a link, files are looked at.
-            for looked_at in ["/vmx/db.img", "/vm/here/db.img", "/vm/../vm/db.img"] {
+            for path in ["/vm/db.img", "/images/../vm/db.img", "/vm/../images/db.img"] {
+                let stack = Stack::find(&sysfs, Path::new(path)).unwrap();
+                let found = (stack.leaves.len(), &stack.uncontrolled[..]);
+                assert_eq!(found, (0, &[why][..]), "{kind}");
+                assert_eq!(stack.layers.len(), 1, "{stack}");
+            }
+            // Beside it, files are looked at.
+            for looked_at in ["/vmx/db.img", "/vm/here/db.img"] {
                 let found = Stack::find(&sysfs, Path::new(looked_at));
                 assert!(matches!(found, Err(HostError::DeviceMissing { .. })), "{looked_at}");
             }
+        }
+    }
+
+    #[test]
+    fn link_to_a_server_that_does_not_answer_is_not_followed() {
+        use std::os::unix::fs::symlink;
+
+        // What is below `/server` is not there: whoever looked would fail.
+        let root = tempfile::tempdir().unwrap();
+        let at = |path: &str| root.path().join(path);
+        std::fs::create_dir_all(at("proc/self")).unwrap();
+        std::fs::create_dir(at("images")).unwrap();
+        let mounts = [
+            "1 0 8:1 / / rw - ext4 /dev/sda1 rw",
+            "2 1 0:44 / /server rw - nfs4 server:/export rw",
+        ];
+        std::fs::write(at("proc/self/mountinfo"), mounts.join("\n")).unwrap();
+        std::fs::write(at("images/here.img"), "").unwrap();
+        for (target, link) in [
+            ("/server/db.img", "images/absolute"),
+            ("../server/db.img", "images/relative"),
+            ("relative", "images/twice"),
+            ("images", "pool"),
+            ("/server/vm", "directory"),
+            ("circle", "images/circle"),
+            ("here.img", "images/local"),
+        ] {
+            symlink(target, at(link)).unwrap();
+        }
+        let sysfs = crate::sysfs::RealSysfs::new(root.path());
+        let beyond = |path: &str| Stack::beyond_reach(&sysfs, Path::new(path));
+        for path in [
+            "/images/absolute",
+            "/images/relative",
+            "/images/twice",
+            "/pool/relative",
+            "/pool/../pool/./absolute",
+            "/directory/db.img",
+        ] {
+            let stack = beyond(path).unwrap_or_else(|| panic!("{path}"));
+            assert_eq!(stack.uncontrolled, [Uncontrolled::Network], "{path}");
+            assert_eq!(Stack::find(&sysfs, Path::new(path)).unwrap(), stack);
+        }
+        for path in ["/images/local", "/pool/here.img", "/images/circle", "/nowhere", "/", "a"] {
+            assert_eq!(beyond(path), None, "{path}");
         }
     }
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use rtvirtio_host::interrupt::Interrupted;
-use rtvirtio_host::qemu::QemuProcess;
+use rtvirtio_host::qemu::{QemuError, QemuProcess};
 use rtvirtio_host::{Host, HostError, Topology};
 use rtvirtio_spec::settings::{Knob, Limit};
 use rtvirtio_units::{DeviceName, VmName};
@@ -12,7 +12,7 @@ use rtvirtio_units::{DeviceName, VmName};
 use crate::counters::{self, DiskCounter, Interval};
 use crate::diagnosis::{Evidence, RateLimit};
 use crate::host_disks::{DiskActivity, HostCounters};
-use crate::vms::{BELIEVED, Disk, Vm, block_devices, examine, examine_all, is_late};
+use crate::vms::{BELIEVED, Disk, Vm, at_once, block_devices, examine, examine_all, is_late};
 
 /// How far back tails reach.
 pub const RECENT: Duration = Duration::from_secs(60);
@@ -111,22 +111,29 @@ impl Session {
         let now = Instant::now();
         let is_there: BTreeSet<u32> = processes.iter().map(|process| process.pid).collect();
         self.watched.retain(|pid, watched| {
-            if !is_there.contains(pid) {
+            let is_there = is_there.contains(pid);
+            if !is_there {
                 events.push(format!("{} has ended", watched.vm.name));
-                return false;
             }
-            match watched.vm.monitor {
-                // It is examined anew.
-                Some(_) => !watched.has_other_disks(now),
-                // One that did not answer is asked again.
-                None => now - watched.at < RETRY_BACKOFF,
-            }
+            is_there
         });
+        let stays = at_once(self.watched.values_mut(), |watched| match watched.vm.monitor {
+            // It is examined anew.
+            Some(_) => !watched.has_other_disks(now),
+            // One that did not answer is asked again.
+            None => now - watched.at < RETRY_BACKOFF,
+        });
+        let mut stays = stays.into_iter();
+        self.watched.retain(|_, _| stays.next() == Some(true));
         self.host_counters.keep(&is_there);
         let is_new = |process: &&QemuProcess| !self.watched.contains_key(&process.pid);
         let new: Vec<&QemuProcess> = processes.iter().filter(is_new).collect();
-        for mut vm in examine_all(&self.host, &new, interrupted) {
-            let counters = start(&mut vm, &mut events);
+        let started = at_once(examine_all(&self.host, &new, interrupted), |mut vm| {
+            let (counters, events) = start(&mut vm);
+            (vm, counters, events)
+        });
+        for (vm, counters, said) in started {
+            events.extend(said);
             if let Some(why) = &vm.unreached {
                 events.push(format!("{}: not measured at QEMU: {why}", vm.name));
             }
@@ -156,24 +163,12 @@ impl Session {
             .into_iter()
             .filter_map(|name| Some((name.clone(), self.host_counters.disk(&name)?)))
             .collect();
-        for (pid, watched) in &mut self.watched {
+        let sampled = at_once(self.watched.values_mut(), Watched::sample);
+        for ((pid, watched), (intervals, lost)) in self.watched.iter_mut().zip(sampled) {
             let cpu_wait = self.host_counters.cpu_wait(*pid);
-            let Watched { vm, counters, recent, at } = watched;
+            let Watched { vm, recent, at, .. } = watched;
             let limits = cgroup_limits(&self.host, vm);
-            let mut lost = None;
-            for (i, disk) in vm.disks.iter().enumerate() {
-                let sampled = match (&mut vm.monitor, &mut counters[i], &lost) {
-                    (Some(monitor), Some(counter), None) => Some(counter.sample(monitor)),
-                    _ => None,
-                };
-                let last = match sampled {
-                    Some(Ok(interval)) => Some(interval),
-                    Some(Err(error)) => {
-                        lost = Some(error);
-                        None
-                    }
-                    None => None,
-                };
+            for (i, (disk, last)) in vm.disks.iter().zip(intervals).enumerate() {
                 let now = Instant::now();
                 recent[i].extend(last.clone().map(|interval| (now, interval)));
                 recent[i].retain(|(at, _)| now - *at <= RECENT);
@@ -200,10 +195,6 @@ impl Session {
             }
             if let Some(error) = lost {
                 events.push(format!("{}: {error}", vm.name));
-                // Of a disk that is gone: QEMU would count the others for nobody.
-                if let Some(monitor) = vm.monitor.as_mut().filter(|_| !is_late(&error)) {
-                    counters::stop(counters.iter().flatten(), monitor);
-                }
                 // It is left alone for a while, and then asked again.
                 let why = Some(error.to_string());
                 (vm.monitor, vm.unreached, *at) = (None, why, Instant::now());
@@ -214,6 +205,29 @@ impl Session {
 }
 
 impl Watched {
+    /// What each disk did since the last look, as far as its QEMU says, and why it says no more.
+    fn sample(&mut self) -> (Vec<Option<Interval>>, Option<QemuError>) {
+        let Some(monitor) = &mut self.vm.monitor else {
+            return (vec![None; self.counters.len()], None);
+        };
+        let (mut intervals, mut lost) = (Vec::new(), None);
+        for counter in &mut self.counters {
+            let sampled = match counter {
+                Some(counter) if lost.is_none() => Some(counter.sample(monitor)),
+                _ => None,
+            };
+            intervals.push(sampled.transpose().unwrap_or_else(|error| {
+                lost = Some(error);
+                None
+            }));
+        }
+        // Of a disk that is gone: QEMU would count the others for nobody.
+        if lost.as_ref().is_some_and(|error| !is_late(error)) {
+            counters::stop(self.counters.iter().flatten(), monitor);
+        }
+        (intervals, lost)
+    }
+
     /// Whether disks were plugged, unplugged or moved since they were examined, which is looked at once
     /// in a while. Nothing is counted any more then.
     fn has_other_disks(&mut self, now: Instant) -> bool {
@@ -230,9 +244,10 @@ impl Watched {
     }
 }
 
-/// Has QEMU count the latencies of a VM's disks. A monitor that is late is not asked about the others.
-fn start(vm: &mut Vm, events: &mut Vec<String>) -> Vec<Option<DiskCounter>> {
-    let mut counters = Vec::new();
+/// Has QEMU count the latencies of a VM's disks; what failed, in words. A monitor that is late is not asked about the
+/// others.
+fn start(vm: &mut Vm) -> (Vec<Option<DiskCounter>>, Vec<String>) {
+    let (mut counters, mut events) = (Vec::new(), Vec::new());
     for disk in &vm.disks {
         let started = match &mut vm.monitor {
             Some(monitor) => DiskCounter::start(monitor, disk, &BTreeSet::new()),
@@ -246,7 +261,7 @@ fn start(vm: &mut Vm, events: &mut Vec<String>) -> Vec<Option<DiskCounter>> {
             None
         }));
     }
-    counters
+    (counters, events)
 }
 
 /// The least limits of a VM's cgroup, by disk of the host.
@@ -295,18 +310,84 @@ pub fn stop_counting(host: &Host) -> Result<(), HostError> {
 impl Drop for Session {
     fn drop(&mut self) {
         // QEMU counts no longer than somebody looks.
-        for watched in self.watched.values_mut() {
-            let Some(monitor) = &mut watched.vm.monitor else { continue };
-            counters::stop(watched.counters.iter().flatten(), monitor);
-        }
+        at_once(self.watched.values_mut(), |watched| {
+            if let Some(monitor) = &mut watched.vm.monitor {
+                counters::stop(watched.counters.iter().flatten(), monitor);
+            }
+        });
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+    use std::os::unix::net::UnixListener;
+    use std::sync::Arc;
+
+    use rtvirtio_host::fake::FakeSysfs;
     use rtvirtio_host::qemu::Monitor;
 
     use super::*;
+    use crate::vms::ANSWER;
+
+    #[test]
+    fn monitors_that_hang_are_waited_for_side_by_side() {
+        // What it takes to begin to count. Nothing more is said.
+        const SAID: &str = r#"{"QMP": {}}
+{"return": {}, "id": 1}
+{"return": [{"qdev": "/d", "stats": {"rd_operations": 0, "wr_operations": 0, "rd_bytes": 0, "wr_bytes": 0, "rd_total_time_ns": 0, "wr_total_time_ns": 0}}], "id": 2}
+{"return": {}, "id": 3}
+"#;
+        const VMS: u32 = 12;
+        let socket = std::env::temp_dir().join(format!("rtvirtio-hang-{}", std::process::id()));
+        let listener = UnixListener::bind(&socket).unwrap();
+        let monitors = std::thread::spawn(move || {
+            let serve = |_| {
+                let (mut stream, _) = listener.accept().unwrap();
+                stream.write_all(SAID.as_bytes()).unwrap();
+                stream
+            };
+            (0..VMS).map(serve).collect::<Vec<_>>()
+        });
+        let disk = Disk {
+            names: vec!["root".to_owned()],
+            qom_path: Some("/d".to_owned()),
+            libvirt: None,
+            format: None,
+            file: None,
+            part: None,
+            storage: None,
+            unknown_storage: None,
+            throttle: Default::default(),
+        };
+        let host = Host::with_sysfs("/nonexistent", Arc::new(FakeSysfs::v2()));
+        let mut session = Session::new(host);
+        for pid in 0..VMS {
+            let mut vm = Vm {
+                name: format!("vm{pid}"),
+                pid,
+                cgroup: None,
+                disks: vec![disk.clone()],
+                devices: Default::default(),
+                lacks_names: false,
+                monitor: Some(Monitor::connect(&socket, Duration::from_secs(60)).unwrap()),
+                unreached: None,
+            };
+            let (counters, events) = start(&mut vm);
+            assert_eq!(events, [""; 0]);
+            let recent = vec![VecDeque::new()];
+            session.watched.insert(pid, Watched { vm, at: Instant::now(), counters, recent });
+        }
+        std::fs::remove_file(&socket).unwrap();
+        let _kept = monitors.join().unwrap();
+        let begin = Instant::now();
+        let (looks, events) = session.look();
+        assert!(begin.elapsed() < ANSWER * VMS / 2, "{:?}", begin.elapsed());
+        assert!(looks.iter().map(|look| look.pid).eq(0..VMS));
+        assert_eq!(events.len(), VMS as usize, "{events:?}");
+        // They are left alone for a while.
+        assert!(session.look().1.is_empty());
+    }
 
     #[test]
     fn disk_that_was_moved_is_seen_when_it_is_time_to_look() {

@@ -17,7 +17,7 @@ use serde::Serialize;
 pub const ANSWER: Duration = Duration::from_millis(1000);
 /// How long a VM's disks are believed to be those that they were.
 pub const BELIEVED: Duration = Duration::from_secs(10);
-/// VMs that are examined at the same time: one that does not answer does not hold up all others.
+/// VMs that are asked at the same time: one that does not answer does not hold up all others.
 const AT_ONCE: usize = 16;
 
 /// QEMU's block devices that have a medium: the QOM path and the file of each.
@@ -140,26 +140,39 @@ fn devices(blocks: &[Block]) -> BlockDevices {
     there.map(|block| (block.qom_path.clone(), block.file.clone())).collect()
 }
 
+/// Does `work` for each of `items`, for several of them at the same time. What came of each, in their order.
+pub fn at_once<T: Send, R: Send>(
+    items: impl IntoIterator<Item = T>,
+    work: impl Fn(T) -> R + Sync,
+) -> Vec<R> {
+    let (mut items, work) = (items.into_iter(), &work);
+    let mut done = Vec::new();
+    loop {
+        let some: Vec<T> = items.by_ref().take(AT_ONCE).collect();
+        if some.is_empty() {
+            return done;
+        }
+        done.extend(std::thread::scope(|scope| {
+            let begin = |item| scope.spawn(move || work(item));
+            let running: Vec<_> = some.into_iter().map(begin).collect();
+            let joined = running.into_iter().map(|thread| match thread.join() {
+                Ok(result) => result,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            joined.collect::<Vec<R>>()
+        }));
+    }
+}
+
 /// What is known of the VMs of these processes, several of which are asked at the same time; of those
 /// that were asked before the user interrupted it.
 #[must_use]
 pub fn examine_all(host: &Host, processes: &[&QemuProcess], interrupted: &Interrupted) -> Vec<Vm> {
-    let mut vms = Vec::new();
-    for some in processes.chunks(AT_ONCE) {
-        if interrupted.load(Ordering::Relaxed) {
-            break;
-        }
-        vms.extend(std::thread::scope(|scope| {
-            let ask = |process| scope.spawn(move || examine(host, process));
-            let running: Vec<_> = some.iter().copied().map(ask).collect();
-            let joined = running.into_iter().map(|thread| match thread.join() {
-                Ok(vm) => vm,
-                Err(panic) => std::panic::resume_unwind(panic),
-            });
-            joined.collect::<Vec<Vm>>()
-        }));
-    }
-    vms
+    let examined = at_once(processes.iter().copied(), |process: &QemuProcess| {
+        (!interrupted.load(Ordering::Relaxed)).then(|| examine(host, process))
+    });
+    // Whose is whose is known by their order: what was asked after one that was not is left out too.
+    examined.into_iter().map_while(|vm| vm).collect()
 }
 
 /// What is known of a VM, by its process.
@@ -302,11 +315,22 @@ fn disk(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use std::sync::{Arc, Barrier};
 
     use rtvirtio_host::fake::FakeSysfs;
 
     use super::*;
+
+    #[test]
+    fn work_is_done_side_by_side_and_its_results_keep_their_order() {
+        // Nobody gets past it alone.
+        let together = Barrier::new(AT_ONCE);
+        let done = at_once(0..2 * AT_ONCE, |item| {
+            together.wait();
+            2 * item
+        });
+        assert_eq!(done, (0..2 * AT_ONCE).map(|item| 2 * item).collect::<Vec<_>>());
+    }
 
     #[test]
     fn names_that_a_terminal_would_obey_are_plain() {

@@ -215,8 +215,8 @@ impl Change {
             }
         };
         result.map_err(|fault| match fault {
-            // The kernel's no: sched_setaffinity(2) refuses CPUs that are not there.
-            ControlFault::Refused { status: 500, .. } if self.pins() => Refusal::NoSuchCpus(fault),
+            // CPUs that are not there, or not allowed.
+            ControlFault::Refused { status: 422, .. } if self.pins() => Refusal::NoSuchCpus(fault),
             fault => Refusal::Control(fault),
         })
     }

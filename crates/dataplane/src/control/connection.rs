@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use rtvirtio_spec::control::ErrorBody;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
@@ -58,6 +59,8 @@ type ByNumber = BTreeMap<u64, (Instant, Arc<Notify>)>;
 pub(super) struct Coming {
     among: Incomplete,
     number: u64,
+    /// Whether its head was read, and is that of a request.
+    heard: Arc<AtomicBool>,
     /// Whether its answer goes on for as long as it is read.
     endless: Arc<AtomicBool>,
 }
@@ -71,7 +74,8 @@ impl Incomplete {
     pub(super) fn add(&self, number: u64) -> (Coming, Arc<Notify>) {
         let end = Arc::new(Notify::new());
         self.all().insert(number, (Instant::now(), Arc::clone(&end)));
-        (Coming { among: self.clone(), number, endless: Arc::default() }, end)
+        let (heard, endless) = Default::default();
+        (Coming { among: self.clone(), number, heard, endless }, end)
     }
 
     /// When the one began that has been incomplete for longest.
@@ -91,6 +95,11 @@ impl Coming {
     /// The request is whole, or has ended.
     pub(super) fn has_come(&self) {
         self.among.all().remove(&self.number);
+    }
+
+    /// Its head was that of a request.
+    pub(super) fn is_heard(&self) {
+        self.heard.store(true, Relaxed);
     }
 
     /// Its answer may take any time.
@@ -134,6 +143,23 @@ impl Connection {
                 return Poll::Ready(());
             }
         }
+    }
+
+    /// What is no request hyper answers by itself, with this head and no body: it gets one as all errors have it.
+    fn poll_refuse(&mut self, context: &mut Context<'_>, head: &[u8]) -> Poll<io::Result<usize>> {
+        let line = head.split(|&byte| byte == b'\r').next().unwrap_or_default();
+        let line = String::from_utf8_lossy(line);
+        // Behind "HTTP/1.1 ".
+        let error = format!("this is no HTTP request: {}", line.get(9..).unwrap_or_default());
+        let body = serde_json::to_string(&ErrorBody { error, hint: None }).unwrap_or_default();
+        let length = body.len();
+        let answer = format!(
+            "{line}\r\ncontent-type: application/json\r\nconnection: close\r\n\
+             content-length: {length}\r\n\r\n{body}"
+        );
+        // It is the first that the peer is sent, and fits into the socket's buffer.
+        let sent = Pin::new(&mut self.stream).poll_write(context, answer.as_bytes());
+        sent.map_ok(|_| head.len())
     }
 }
 
@@ -184,6 +210,9 @@ impl AsyncWrite for Connection {
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
+        if !self.coming.heard.load(Relaxed) {
+            return self.poll_refuse(context, bytes);
+        }
         // Before the request is whole there is a word to go on with at most.
         if self.read_by.is_none() && !self.coming.is_incomplete() {
             self.read_by = Some(Instant::now() + ANSWER_TIME);

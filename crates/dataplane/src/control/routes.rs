@@ -2,8 +2,6 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::sync::atomic::AtomicU8;
-use std::sync::atomic::Ordering::{AcqRel, Acquire};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -122,7 +120,9 @@ impl From<PlaneError> for Failure {
             | PlaneError::TooMany { .. }
             | PlaneError::Fault(Fault::NotKept(_)) => StatusCode::CONFLICT,
             PlaneError::Handed(_) => StatusCode::BAD_REQUEST,
-            PlaneError::Fault(_) | PlaneError::Mapping(_) => StatusCode::UNPROCESSABLE_ENTITY,
+            PlaneError::Fault(_) | PlaneError::Mapping(_) | PlaneError::Cpus { .. } => {
+                StatusCode::UNPROCESSABLE_ENTITY
+            }
             PlaneError::Io { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         };
         let text = match &error {
@@ -222,22 +222,23 @@ enum Unfinished {
     Failed,
 }
 
-const WAITING: u8 = 0;
-const BEGUN: u8 = 1;
-const GIVEN_UP: u8 = 2;
+/// A change that waits for its turn. Dropped before that comes (the time is up, or who asked has gone), it is not made,
+/// and what was handed over for it is let go at once.
+struct Claim<F>(Arc<Mutex<Option<F>>>);
 
-/// A change's claim to its turn. Dropped before that comes (the time is up, or who asked has gone), it
-/// keeps the change from being made.
-struct Claim(Arc<AtomicU8>);
+/// Whoever takes a change makes it, or sees to it that nobody does.
+fn take<F>(change: &Mutex<Option<F>>) -> Option<F> {
+    change.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
 
-impl Claim {
+impl<F> Claim<F> {
     /// Whether the change has begun; if not, it never will.
     fn give_up(&self) -> bool {
-        self.0.compare_exchange(WAITING, GIVEN_UP, AcqRel, Acquire) == Err(BEGUN)
+        take(&self.0).is_none()
     }
 }
 
-impl Drop for Claim {
+impl<F> Drop for Claim<F> {
     fn drop(&mut self) {
         self.give_up();
     }
@@ -269,14 +270,13 @@ async fn in_turn<T: Send + 'static>(
     turn: Arc<Turn>,
     change: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, Unfinished> {
-    let claim = Claim(Arc::new(AtomicU8::new(WAITING)));
-    let place = Arc::clone(&claim.0);
+    let claim = Claim(Arc::new(Mutex::new(Some(change))));
+    let change = Arc::clone(&claim.0);
     let made = async move {
         let held = turn.lock_owned().await;
         let made = tokio::task::spawn_blocking(move || {
             let _held = held;
-            let begins = place.compare_exchange(WAITING, BEGUN, AcqRel, Acquire).is_ok();
-            begins.then(change)
+            take(&change).map(|change| change())
         });
         made.await
     };
@@ -665,9 +665,14 @@ mod tests {
         let made = Arc::new(AtomicBool::new(false));
         let (release, held) = mpsc::channel::<()>();
         let (begun, begins) = mpsc::channel();
+        let handed = Arc::new(());
+        let kept = Arc::downgrade(&handed);
         let second = {
             let made = Arc::clone(&made);
-            move || made.store(true, Relaxed)
+            move || {
+                made.store(true, Relaxed);
+                drop(handed);
+            }
         };
         run(async move {
             let first = tokio::task::spawn_blocking(move || {
@@ -677,6 +682,8 @@ mod tests {
             begins.recv().unwrap();
             let late = in_turn(Duration::from_millis(50), Arc::default(), second).await;
             assert_eq!(late, Err(Unfinished::NotBegun));
+            // Though the thread has yet to come to it: a socket that nobody holds can be told from one that is served.
+            assert!(kept.upgrade().is_none(), "what was handed over is kept");
             release.send(()).unwrap();
             first.await.unwrap();
             // A later one is made: the thread has passed the one that was given up.

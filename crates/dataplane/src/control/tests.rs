@@ -404,7 +404,12 @@ fn wrong_requests_get_an_error_body() {
         let error = body["error"].as_str().unwrap_or_default();
         assert!(found == status && error.contains(words), "{method} {path}: {found} {body}");
     }
-    assert!(served.raw(b"nonsense\r\n\r\n", &[]).starts_with("HTTP/1.1 400"));
+    let answer = served.raw(b"nonsense\r\n\r\n", &[]);
+    let (head, body) = answer.split_once("\r\n\r\n").expect("an answer");
+    assert!(head.starts_with("HTTP/1.1 400 "), "{answer}");
+    assert!(head.contains(&format!("content-length: {}", body.len())), "{answer}");
+    let body: Value = serde_json::from_str(body).unwrap();
+    assert_eq!(body, json!({ "error": "this is no HTTP request: 400 Bad Request" }));
     let chunked =
         "PUT /v1/policy HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n";
     let answer = served.raw(chunked.as_bytes(), &[]);

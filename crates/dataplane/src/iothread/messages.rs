@@ -252,9 +252,9 @@ impl IoThread {
 /// Why a thread does not run on CPUs.
 #[derive(Debug, thiserror::Error)]
 pub enum PinError {
-    /// None of them is there for this process.
+    /// They are not there for this process.
     #[error(
-        "it may not run on CPU {}: this process may use CPU {} (a CPU may be offline, or not in its cpuset)",
+        "no IOThread may run on CPU {}: this process may use CPU {} (a CPU may be offline, or not in its cpuset)",
         cpuset(.asked), cpuset(.usable)
     )]
     Cpus {
@@ -283,6 +283,22 @@ fn pin(cpus: &[CpuId]) -> Result<(), PinError> {
         }
         result => result.map_err(PinError::Kernel),
     }
+}
+
+/// Whether all of these CPUs are there for this process. A thread that is told to run on some that are and some that are
+/// not runs on the former ([`pin`]), which nobody would see.
+///
+/// # Errors
+/// [`PinError::Cpus`]: those that are not.
+pub(crate) fn check_cpus(cpus: &[CpuId]) -> Result<(), PinError> {
+    if cpus.is_empty() {
+        return Ok(());
+    }
+    // What the kernel does not say here, it says when a thread is to run there.
+    let Ok(usable) = usable_cpus() else { return Ok(()) };
+    let mut asked: Vec<_> = cpus.iter().copied().filter(|cpu| !usable.contains(cpu)).collect();
+    asked.sort_unstable();
+    if asked.is_empty() { Ok(()) } else { Err(PinError::Cpus { asked, usable }) }
 }
 
 fn all_cpus() -> CpuSet {

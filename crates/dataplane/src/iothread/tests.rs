@@ -3,6 +3,31 @@
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::*;
+use crate::mailbox::mailbox;
+
+/// The kernel keeps them, and says so where nobody looks who waits for completions alone.
+#[test]
+fn completions_for_which_there_is_no_room_are_reaped_though_nothing_wakes_the_thread() {
+    let (sender, mail) = mailbox().unwrap();
+    let poller = Poller::new(Polling::default(), None);
+    let mut thread = IoThread::new(mail, sender, Arc::default(), poller).unwrap();
+    // No smaller than its submission queue: the kernel makes no others.
+    thread.ring = ring(ENTRIES).unwrap();
+    let all = 2 * ENTRIES as usize;
+    for _ in 0..all {
+        thread.push(&opcode::Nop::new().build().user_data(CANCELLED));
+    }
+    thread.submit();
+    assert!(thread.ring.submission().cq_overflow(), "there was room for all");
+    let mut reaped = 0;
+    while reaped < all {
+        assert!(thread.has_work(), "it would wait with {reaped} of {all} reaped");
+        thread.reap();
+        reaped += thread.entries.len();
+        thread.submit();
+    }
+    assert!(!thread.has_work());
+}
 
 #[test]
 fn polling_time_grows_to_the_maximum_and_one_late_event_halves_it() {

@@ -2,7 +2,7 @@
 //! queue goes.
 
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicI32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,14 +14,14 @@ use rtvirtio_units::{Bytes, DiskName};
 use rustix::io::Errno;
 use tokio::sync::broadcast;
 
-use super::mapped::MappedHost;
+use super::mapped::{MappedHost, MappedQueues, Place};
 use super::{Notice, Report};
 use crate::call::{self, Call, Caller};
 use crate::device::Device;
 use crate::fixed::FixedBuffers;
 use crate::key::QueueKey;
 use crate::pool::{MoveError, Pool, PoolError, ThreadId};
-use crate::queue::{Broken, Queue, QueueSetup};
+use crate::queue::{Queue, QueueSetup};
 use crate::schedule::Member;
 use crate::stats::QueueStats;
 use rtvirtio_vhost::Backend as _;
@@ -35,9 +35,6 @@ pub(super) struct Client {
     pub(super) stats: Arc<QueueStats>,
 }
 
-/// A driver that has kicked for nothing so long will not be served. One that is served has its request taken
-/// within microseconds.
-pub(super) const EMPTY_TIME: Duration = Duration::from_secs(1);
 /// How long to try to lock an image, and how often.
 const LOCK_TIME: Duration = Duration::from_secs(2);
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
@@ -56,18 +53,17 @@ pub(super) struct HostSetup {
 
 /// The rings of one device.
 pub(crate) struct Host {
-    setup: HostSetup,
-    pub(super) stats: Vec<Arc<QueueStats>>,
-    /// The process of the front end that is connected; 0: none, or not known.
-    peer: AtomicI32,
+    pub(super) queues: MappedQueues<State>,
+    device: Arc<Device>,
+    wish: Wish,
+    /// The image to lock while rings run, if that is when it is locked.
+    image: Option<Lockable>,
     /// Clients that have broken their slots.
     pub(super) broken_clients: AtomicU64,
     /// Held by whoever is about to lock the image.
     locking: Mutex<()>,
     /// Held by whoever registers memory, which takes as long as the guest is large.
     registering: Mutex<()>,
-    // Nobody waits for anybody while holding it: whoever looks at the device takes it.
-    state: Mutex<State>,
 }
 
 pub(super) struct State {
@@ -85,48 +81,9 @@ pub(super) struct State {
     said: bool,
 }
 
-/// Where a queue is served.
-struct Place {
-    thread: ThreadId,
-    /// While it runs.
-    key: Option<QueueKey>,
-    /// Whether a session is about to start it there.
-    starting: bool,
-    /// Whether it was told that its driver broke it.
-    told: bool,
-    /// Whether anything has come of its driver's kicks.
-    empty: Empty,
-}
-
-/// What a driver's kicks have come to since its queue runs.
-#[derive(Debug, Clone, Copy)]
-enum Empty {
-    /// Nothing was asked yet: kicks and requests when the queue was started.
-    Idle(u64, u64),
-    /// It has kicked, and there was nothing in its ring since then.
-    Since(Instant, u64),
-    /// There was a request, or it was told.
-    Settled,
-}
-
-impl Empty {
-    /// Whether it is time to tell that kicks come to nothing.
-    fn look(&mut self, (kicks, requests): (u64, u64)) -> bool {
-        match *self {
-            Self::Idle(_, before) | Self::Since(_, before) if requests != before => {
-                *self = Self::Settled;
-            }
-            // QEMU kicks each ring once itself when it starts it (hw/block/vhost-user-blk.c).
-            Self::Idle(before, requests) if kicks > before + 1 => {
-                *self = Self::Since(Instant::now(), requests);
-            }
-            Self::Since(at, _) if at.elapsed() >= EMPTY_TIME => {
-                *self = Self::Settled;
-                return true;
-            }
-            _ => {}
-        }
-        false
+impl AsMut<Vec<Place>> for State {
+    fn as_mut(&mut self) -> &mut Vec<Place> {
+        &mut self.queues
     }
 }
 
@@ -152,76 +109,31 @@ fn has(memory: &Memory, regions: &[Arc<Region>]) -> bool {
 
 impl Host {
     pub(super) fn new(setup: HostSetup, threads: Vec<ThreadId>) -> Self {
-        let stats = threads.iter().map(|_| Arc::new(QueueStats::new())).collect();
-        let empty = Empty::Settled;
-        let place = |thread| Place { thread, key: None, starting: false, told: false, empty };
-        let queues = threads.into_iter().map(place).collect();
-        let (clients, starting, members) = (Vec::new(), 0, 0);
+        let HostSetup { name, pool, device, wish, image, events, report } = setup;
+        let (queues, clients, starting, members) = (Place::on(threads), Vec::new(), 0, 0);
         let (fixed, lock, said) = (None, None, false);
         let state = State { queues, clients, starting, members, fixed, lock, said };
         Self {
-            setup,
-            stats,
-            peer: AtomicI32::new(0),
+            queues: MappedQueues::new(name, pool, events, report, state),
+            device,
+            wish,
+            image,
             broken_clients: AtomicU64::new(0),
             locking: Mutex::default(),
             registering: Mutex::default(),
-            state: Mutex::new(state),
         }
     }
 
     pub(super) fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queues.lock()
     }
 
     pub(super) fn device(&self) -> &Arc<Device> {
-        &self.setup.device
+        &self.device
     }
 
     pub(super) fn pool(&self) -> &Pool {
-        &self.setup.pool
-    }
-
-    /// The key of a queue that runs.
-    pub(super) fn key(&self, index: u16) -> Option<QueueKey> {
-        self.state().queues.get(usize::from(index))?.key
-    }
-
-    /// The queues that run.
-    pub(super) fn keys(&self) -> Vec<Option<QueueKey>> {
-        self.state().queues.iter().map(|place| place.key).collect()
-    }
-
-    fn assign_queue(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
-        let key = {
-            let mut state = self.state();
-            let Some(queue) = state.queues.get_mut(usize::from(index)) else {
-                return Err(PoolError::NoQueue.into());
-            };
-            if queue.starting {
-                return Err(MoveError::Busy);
-            }
-            // A session that starts it from now on does so there.
-            let Some(key) = queue.key else {
-                queue.thread = to;
-                return Ok(0);
-            };
-            key
-        };
-        let pause = match self.setup.pool.move_queue(key, to) {
-            Ok(pause) => pause.as_nanos() as u64,
-            // It has stopped in the meantime.
-            Err(MoveError::Pool(PoolError::NoQueue)) => 0,
-            Err(error) => return Err(error),
-        };
-        let mut state = self.state();
-        let queue = &mut state.queues[usize::from(index)];
-        // Another session may have started it where it was before.
-        if queue.starting || queue.key.is_some_and(|now| now != key) {
-            return Err(MoveError::Busy);
-        }
-        queue.thread = to;
-        Ok(pause)
+        self.queues.pool()
     }
 
     /// Gives the disk another place in a schedule, or none, where queues that start from now on are
@@ -243,13 +155,13 @@ impl Host {
     pub(super) fn join(&self, queues: &[QueueKey]) {
         for &key in queues {
             // One that has stopped in the meantime starts there.
-            let _ = self.setup.pool.edit_drained(key, Queue::join);
+            let _ = self.pool().edit_drained(key, Queue::join);
         }
     }
 
     /// The memory, registered; the same as before if it is the same memory.
     fn fixed(&self, memory: &Memory) -> Result<Option<Arc<FixedBuffers>>, StartError> {
-        if self.setup.wish == Wish::Off || self.device().engine().file().is_none() {
+        if self.wish == Wish::Off || self.device().engine().file().is_none() {
             return Ok(None);
         }
         let _one = self.registering.lock().unwrap_or_else(PoisonError::into_inner);
@@ -259,7 +171,7 @@ impl Host {
             return Ok(Some(Arc::clone(fixed)));
         }
         // All of it only where the operator says so: a front end may share more than it uses.
-        let registered = FixedBuffers::register(memory, self.setup.wish != Wish::On);
+        let registered = FixedBuffers::register(memory, self.wish != Wish::On);
         let mut state = self.state();
         match registered {
             Ok(None) => Ok(None),
@@ -271,7 +183,7 @@ impl Host {
             }
             Err(error) => {
                 let error = Errno::from_io_error(&error).unwrap_or(Errno::NOMEM);
-                if self.setup.wish == Wish::On {
+                if self.wish == Wish::On {
                     return Err(StartError::Register(error));
                 }
                 // What is registered for less memory only costs locked memory now.
@@ -279,7 +191,7 @@ impl Host {
                 let said = std::mem::replace(&mut state.said, true);
                 drop(state);
                 if !said {
-                    (self.setup.report)(self.device().name(), Notice::NoFixedBuffers(error));
+                    self.queues.report(Notice::NoFixedBuffers(error));
                 }
                 Ok(None)
             }
@@ -301,7 +213,7 @@ impl Host {
 
     /// Locks the image with the first ring or client.
     fn lock_image(&self) -> Result<(), StartError> {
-        let Some(image) = &self.setup.image else { return Ok(()) };
+        let Some(image) = &self.image else { return Ok(()) };
         let _one = self.locking.lock().unwrap_or_else(PoisonError::into_inner);
         if self.state().lock.is_none() {
             let lock = lock_with_retry(image).map_err(|_| StartError::Locked)?;
@@ -329,28 +241,12 @@ impl Host {
             call,
             error: setup.error,
             enabled: setup.enabled,
-            stats: Arc::clone(self.stats.get(usize::from(index)).ok_or(StartError::Full)?),
+            stats: Arc::clone(self.queues.stats.get(usize::from(index)).ok_or(StartError::Full)?),
         };
-        let (thread, members) = {
-            let mut state = self.state();
-            let members = state.members;
-            let queue = state.queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
-            queue.starting = true;
-            (queue.thread, members)
-        };
-        let (kicks, requests) = setup.stats.kicks_and_started();
-        // The IOThread may be busy for a while.
-        let started = self.setup.pool.start(setup, thread);
-        let mut state = self.state();
-        let is_outdated = state.members != members;
-        let queue = state.queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
-        queue.starting = false;
-        let key = started.map_err(|_| StartError::Full)?;
-        queue.key = Some(key);
-        queue.told = false;
-        queue.empty = Empty::Idle(kicks, requests);
-        drop(state);
-        if is_outdated {
+        let members = self.state().members;
+        let key = self.queues.start(index, |thread| self.pool().start(setup, thread))?;
+        // Whoever gives the disk another place from now on finds the queue among those that run.
+        if self.state().members != members {
             self.join(&[key]);
         }
         Ok(index)
@@ -369,7 +265,7 @@ impl Host {
             drop(state);
             for key in keys {
                 // One that has stopped in the meantime has nothing in flight.
-                let _ = self.setup.pool.edit_drained(key, |_| ());
+                let _ = self.pool().edit_drained(key, |_| ());
             }
         }
         self.device().resize(size).inspect_err(|_| {
@@ -378,17 +274,11 @@ impl Host {
         })
     }
 
-    fn tell(&self, event: Event) {
-        // Nobody may be listening.
-        let _ = self.setup.events.send(event);
-    }
-
-    fn tell_broken(&self, index: usize, broken: Broken) {
-        let device = self.setup.name.clone();
-        let reason = broken.to_string();
-        self.tell(Event::QueueBroken { device, queue: index as u16, reason });
-        // The device status has changed (virtio 1.2, 2.1.2).
-        let _ = self.device().link().notify();
+    /// Tells the front end of a queue that its driver broke, if one is: the device status has changed (virtio 1.2, 2.1.2).
+    fn notify_if(&self, is_broken: bool) {
+        if is_broken {
+            let _ = self.device().link().notify();
+        }
     }
 
     /// Unlocks it and lets the memory go with the last one.
@@ -470,14 +360,14 @@ pub(super) fn change(
 impl MappedHost for Host {
     /// With queue 0 go the slots of processes.
     fn assign(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
-        let pause = self.assign_queue(index, to)?;
+        let pause = self.queues.assign(index, to)?;
         // Those that start from now on do so there.
         let clients: Vec<_> = match index {
             0 => self.state().clients.iter().map(|client| client.key).collect(),
             _ => Vec::new(),
         };
         for key in clients {
-            match self.setup.pool.move_queue(key, to) {
+            match self.pool().move_queue(key, to) {
                 Ok(_) | Err(MoveError::Pool(PoolError::NoQueue)) => {}
                 Err(error) => return Err(error),
             }
@@ -486,28 +376,11 @@ impl MappedHost for Host {
     }
 
     fn peer(&self) -> Option<i32> {
-        Some(self.peer.load(Relaxed)).filter(|&pid| pid > 0)
+        self.queues.peer()
     }
 
     fn report_broken_queues(&self) {
-        let Ok(mut state) = self.state.try_lock() else { return };
-        for (index, (place, stats)) in state.queues.iter_mut().zip(&self.stats).enumerate() {
-            let Some(key) = place.key else { continue };
-            if place.empty.look(stats.kicks_and_started()) {
-                // QEMU says it in its log, too.
-                self.setup.pool.tell_error(key);
-                (self.setup.report)(
-                    self.device().name(),
-                    Notice::EmptyRing { queue: index as u16 },
-                );
-            }
-        }
-        for (index, place) in state.queues.iter_mut().enumerate().filter(|(_, p)| !p.told) {
-            if let Some(broken) = place.key.and_then(|key| self.setup.pool.broken(key)) {
-                place.told = true;
-                self.tell_broken(index, broken);
-            }
-        }
+        self.notify_if(self.queues.report_broken());
     }
 }
 
@@ -519,39 +392,24 @@ impl QueueHost for Host {
     }
 
     fn stop(&self, index: u16) -> StoppedQueue {
-        let key = self.key(index);
-        let queue = key.and_then(|key| self.setup.pool.stop(key).ok());
-        let broken = queue.as_ref().and_then(|queue| queue.broken());
-        if let Some(place) = self.state().queues.get_mut(usize::from(index)) {
-            place.key = None;
-            if let Some(broken) = broken
-                && !std::mem::replace(&mut place.told, true)
-            {
-                self.tell_broken(index.into(), broken);
-            }
-        }
+        let (stopped, is_news) = self.queues.stop(index);
+        self.notify_if(is_news);
         self.detach_queue();
-        let base = queue.map_or(0, |queue| queue.base());
-        StoppedQueue { base, broken: broken.is_some() }
+        stopped
     }
 
     fn update(&self, index: u16, change: Change) -> Result<(), StartError> {
-        let Some(key) = self.key(index) else { return Ok(()) };
+        let Some(key) = self.queues.key(index) else { return Ok(()) };
         let register = |memory: &Memory| self.fixed(memory);
-        self::change(&self.setup.pool, key, change, self.device().caller(), register)
+        self::change(self.pool(), key, change, self.device().caller(), register)
     }
 
     fn is_broken(&self, index: u16) -> bool {
-        self.key(index).is_some_and(|key| self.setup.pool.broken(key).is_some())
+        self.queues.is_broken(index)
     }
 
     fn set_connected(&self, connected: bool, peer: Option<i32>) {
-        self.peer.store(peer.unwrap_or(0), Relaxed);
-        let device = self.setup.name.clone();
-        self.tell(match connected {
-            true => Event::FrontEndConnected { device },
-            false => Event::FrontEndDisconnected { device },
-        });
+        self.queues.set_connected(connected, peer);
     }
 }
 
@@ -570,6 +428,10 @@ mod tests {
     }
 
     fn host_with(image: &std::path::Path, wish: Wish, report: Arc<Report>) -> Host {
+        Host::new(setup(image, wish, report), Vec::new())
+    }
+
+    fn setup(image: &std::path::Path, wish: Wish, report: Arc<Report>) -> HostSetup {
         let engine = FileEngine::open(FileConfig {
             source: FileSource::Path(image.to_owned()),
             direct: false,
@@ -590,7 +452,7 @@ mod tests {
             schedule: None,
         });
         let device = Arc::new(device.unwrap());
-        let setup = HostSetup {
+        HostSetup {
             name: DiskName::new("disk").unwrap(),
             pool: Arc::default(),
             device,
@@ -598,16 +460,15 @@ mod tests {
             image: Some(engine.lockable()),
             events: broadcast::Sender::new(1),
             report,
-        };
-        Host::new(setup, Vec::new())
+        }
     }
 
     #[test]
     fn move_while_a_session_begins_is_of_its_queue_and_of_no_other() {
         let image = image();
         let (pool, threads) = pool_with_threads();
-        let mut setup = host(image.path()).setup;
-        setup.pool = Arc::clone(&pool);
+        let setup = setup(image.path(), Wish::Off, Arc::new(|_, _| ()));
+        let setup = HostSetup { pool: Arc::clone(&pool), ..setup };
         let host = Host::new(setup, vec![threads[0]]);
         move_while_a_session_begins(&host, &pool, threads, |key| {
             let mut state = host.state();

@@ -95,6 +95,8 @@ pub(super) struct State {
     pub(super) nics: BTreeMap<DiskName, ServedNic>,
     /// Devices that are about to be here.
     pub(super) adding: BTreeMap<DiskName, Adding>,
+    /// The device whose queues are on their way, where they were and where they go: they may come there, or go back.
+    moving: Option<(DiskName, [Mapping; 2])>,
 }
 
 pub(super) struct Thread {
@@ -148,7 +150,7 @@ impl Served {
             ids: self.ids,
             mapping: &self.mapping,
             kind: QueueKind::Disk,
-            stats: &self.host.stats,
+            stats: &self.host.queues.stats,
         }
     }
 }
@@ -162,7 +164,7 @@ impl ServedNic {
             ids: self.ids,
             mapping: &self.spec.mapping,
             kind: self.host.kind(),
-            stats: &self.host.stats,
+            stats: &self.host.queues.stats,
         }
     }
 }
@@ -452,16 +454,30 @@ impl Core {
         to: &IoThreadName,
     ) -> Result<Nanos, PlaneError> {
         let _changing = lock(&self.changing);
-        let state = self.state();
-        if let Ok((mapping, _)) = state.mapping(device)
-            && mapping.iothread(queue).is_some_and(|from| from != to)
-        {
-            let mut mapping = mapping.clone();
-            mapping.assign(queue, to.clone())?;
-            state.admit_mapping(device, &mapping)?;
-        }
-        drop(state);
+        let mapping = self.state().mapping(device).ok().map(|(mapping, _)| mapping.clone());
+        let is_other = |mapping: &Mapping| mapping.iothread(queue).is_some_and(|from| from != to);
+        let _moving = match mapping.filter(is_other) {
+            Some(mut mapping) => {
+                mapping.assign(queue, to.clone())?;
+                Some(self.begin_move(device, &mapping)?)
+            }
+            None => None,
+        };
         self.assign(device, queue, to)
+    }
+
+    /// Admits a device's new mapping. Until the end of the move whatever else is admitted has to fit beside both, the new
+    /// one and that which the device has; that one too is returned.
+    fn begin_move(
+        &self,
+        device: &DiskName,
+        mapping: &Mapping,
+    ) -> Result<(Moving<'_>, Mapping), PlaneError> {
+        let mut state = self.state();
+        state.admit_mapping(device, mapping)?;
+        let before = state.mapping(device)?.0.clone();
+        state.moving = Some((device.clone(), [before.clone(), mapping.clone()]));
+        Ok((Moving(self), before))
     }
 
     /// Moves all queues of a device to where `mapping` says, or none: what is promised is kept at the end, whatever the
@@ -473,11 +489,7 @@ impl Core {
     ) -> Result<(), PlaneError> {
         // No IOThread goes meanwhile, and nobody else moves.
         let _changing = lock(&self.changing);
-        let before = {
-            let state = self.state();
-            state.admit_mapping(device, mapping)?;
-            state.mapping(device)?.0.clone()
-        };
+        let (_moving, before) = self.begin_move(device, mapping)?;
         for (queue, to) in (0..).zip(mapping.by_queue()) {
             if let Err(error) = self.assign(device, queue, to) {
                 for (queue, from) in (0..queue).zip(before.by_queue()) {
@@ -539,6 +551,15 @@ impl Core {
     }
 }
 
+/// A move until its end, however it ends.
+struct Moving<'a>(&'a Core);
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        self.0.state().moving = None;
+    }
+}
+
 impl State {
     /// Numbers for a device that is added.
     pub(super) fn ids(&mut self, vm: &VmName, queues: u16) -> Ids {
@@ -590,13 +611,8 @@ impl State {
     /// Whether IOThreads keep what network devices are promised of them, when a device has this mapping. It need not be there
     /// yet.
     pub(super) fn admit_mapping(&self, device: &DiskName, mapping: &Mapping) -> Result<(), Fault> {
-        let is_disk = !self.nics.contains_key(device);
-        let moved = |nic: &serve::Nic| match device.as_str() == nic.name.as_str() {
-            true => serve::Nic { mapping: mapping.clone(), ..nic.clone() },
-            false => nic.clone(),
-        };
-        let nics: Vec<_> = self.nics().map(moved).collect();
-        self.admit_nics(&nics, device, is_disk, mapping)
+        let nics: Vec<_> = self.nics().cloned().collect();
+        self.admit_nics(&nics, device, !self.nics.contains_key(device), mapping)
     }
 
     /// Whether no device of either kind has this name.
@@ -639,16 +655,34 @@ impl State {
         is_disk: bool,
         mapping: &Mapping,
     ) -> Result<(), Fault> {
-        let served = self.devices.iter().map(|(name, device)| (name, &device.mapping));
-        let adding = self.adding.iter().filter_map(|(name, device)| Some((name, device.disk()?.1)));
-        let others = served.chain(adding).filter(|(name, _)| *name != device);
-        let own = is_disk.then_some(mapping);
-        let disks: Vec<_> = others.map(|(_, mapping)| mapping).chain(own).collect();
-        let iothreads: BTreeSet<_> = mapping.by_queue().iter().collect();
-        iothreads.into_iter().try_for_each(|iothread| {
-            let queues = disks.iter().flat_map(|mapping| mapping.by_queue());
-            let disks = queues.filter(|name| *name == iothread).count() as u32;
-            Ok(serve::admit(iothread, nics, disks)?)
+        // A device whose queues are on their way may come to either end.
+        let ends: Vec<_> = match &self.moving {
+            Some((moving, ends)) => ends.iter().map(|end| (moving, end)).collect(),
+            None => vec![(device, mapping)],
+        };
+        ends.into_iter().try_for_each(|(moving, end)| {
+            let at = |name: &str, now| match name {
+                _ if name == moving.as_str() => end,
+                _ if name == device.as_str() => mapping,
+                _ => now,
+            };
+            let served = self.devices.iter().map(|(name, served)| (name, &served.mapping));
+            let adding = self.adding.iter().filter_map(|(name, of)| Some((name, of.disk()?.1)));
+            let others = served.chain(adding).filter(|(name, _)| *name != device);
+            let others = others.map(|(name, now)| at(name.as_str(), now));
+            let own = is_disk.then(|| at(device.as_str(), mapping));
+            let disks: Vec<_> = others.chain(own).collect();
+            let nics = nics.iter().map(|nic| {
+                let mapping = at(nic.name.as_str(), &nic.mapping).clone();
+                serve::Nic { mapping, ..nic.clone() }
+            });
+            let nics: Vec<_> = nics.collect();
+            let iothreads: BTreeSet<_> = at(device.as_str(), mapping).by_queue().iter().collect();
+            iothreads.into_iter().try_for_each(|iothread| {
+                let queues = disks.iter().flat_map(|mapping| mapping.by_queue());
+                let disks = queues.filter(|name| *name == iothread).count() as u32;
+                serve::admit(iothread, &nics, disks).map_err(Fault::from)
+            })
         })
     }
 

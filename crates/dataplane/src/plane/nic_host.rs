@@ -1,7 +1,7 @@
 //! The rings of a network device: where each is served, and the sessions that start and stop them.
 
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use rtvirtio_iocores::QueueKind;
 use rtvirtio_spec::control::{Event, QueueDirection};
@@ -10,39 +10,21 @@ use rtvirtio_vhost::session::{self, Change, QueueHost, StartError, StoppedQueue}
 use rtvirtio_virtq::memory::Memory;
 use tokio::sync::broadcast;
 
+use super::Report;
 use super::host::change;
-use super::mapped::MappedHost;
+use super::mapped::{MappedHost, MappedQueues, Place};
 use crate::call::{self, Call};
 use crate::key::QueueKey;
 use crate::nic::{Link, Nic, Terms};
-use crate::pool::{MoveError, Pool, PoolError, ThreadId};
-use crate::queue::{Broken, NicQueueSetup};
-use crate::stats::QueueStats;
-
-/// Where a queue is served.
-struct Place {
-    thread: ThreadId,
-    /// While it runs.
-    key: Option<QueueKey>,
-    /// Whether a session starts it just now.
-    is_starting: bool,
-    /// Whether it was told that its driver broke it.
-    told: bool,
-}
+use crate::pool::{MoveError, Pool, ThreadId};
+use crate::queue::NicQueueSetup;
 
 /// The rings of one network device.
 pub(crate) struct NicHost {
-    name: DiskName,
+    pub(super) queues: MappedQueues<Vec<Place>>,
     nic: Arc<Nic>,
-    pool: Arc<Pool>,
-    pub(super) stats: Vec<Arc<QueueStats>>,
-    /// The process of the front end that is connected; 0: none, or not known.
-    peer: AtomicI32,
-    // Nobody waits for anybody while holding it.
-    queues: Mutex<Vec<Place>>,
     /// Whether a queue has run.
     has_served: AtomicBool,
-    events: broadcast::Sender<Event>,
 }
 
 impl NicHost {
@@ -53,18 +35,10 @@ impl NicHost {
         pool: Arc<Pool>,
         threads: Vec<ThreadId>,
         events: broadcast::Sender<Event>,
+        report: Arc<Report>,
     ) -> Self {
-        let place = |thread| Place { thread, key: None, is_starting: false, told: false };
-        Self {
-            name,
-            stats: threads.iter().map(|_| Arc::new(QueueStats::new())).collect(),
-            queues: Mutex::new(threads.into_iter().map(place).collect()),
-            nic,
-            pool,
-            peer: AtomicI32::new(0),
-            has_served: AtomicBool::new(false),
-            events,
-        }
+        let queues = MappedQueues::new(name, pool, events, report, Place::on(threads));
+        Self { queues, nic, has_served: AtomicBool::new(false) }
     }
 
     #[cfg(test)]
@@ -77,24 +51,6 @@ impl NicHost {
         self.has_served.load(Relaxed)
     }
 
-    fn queues(&self) -> MutexGuard<'_, Vec<Place>> {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn tell(&self, event: Event) {
-        // Nobody may be listening.
-        let _ = self.events.send(event);
-    }
-
-    fn tell_broken(&self, queue: u16, broken: Broken) {
-        let device = self.name.clone();
-        self.tell(Event::QueueBroken { device, queue, reason: broken.to_string() });
-    }
-
-    fn key(&self, index: u16) -> Option<QueueKey> {
-        self.queues().get(usize::from(index))?.key
-    }
-
     /// From now on these terms hold for the queues of a direction that start; those that run, which are to be told
     /// ([`Self::tell_terms`]).
     ///
@@ -105,10 +61,10 @@ impl NicHost {
         direction: QueueDirection,
         terms: &Terms,
     ) -> Result<Vec<QueueKey>, u16> {
-        let queues = self.queues();
+        let queues = self.queues.lock();
         let first = u16::from(direction == QueueDirection::Transmit);
         let of_direction = || (0..).zip(&*queues).skip(first.into()).step_by(2);
-        if let Some((index, _)) = of_direction().find(|(_, place)| place.is_starting) {
+        if let Some((index, _)) = of_direction().find(|(_, place)| place.starting) {
             return Err(index);
         }
         self.nic.set_terms(first, terms.clone());
@@ -120,7 +76,7 @@ impl NicHost {
         for key in queues {
             let terms = terms.clone();
             // One that has stopped in the meantime looks at them when it starts.
-            let _ = self.pool.edit(key, move |queue| queue.set_terms(terms));
+            let _ = self.queues.pool().edit(key, move |queue| queue.set_terms(terms));
         }
     }
 
@@ -135,47 +91,15 @@ impl NicHost {
 
 impl MappedHost for NicHost {
     fn assign(&self, index: u16, to: ThreadId) -> Result<u64, MoveError> {
-        let key = {
-            let mut queues = self.queues();
-            let place = queues.get_mut(usize::from(index)).ok_or(PoolError::NoQueue)?;
-            if place.is_starting {
-                return Err(MoveError::Busy);
-            }
-            // A session that starts it from now on does so there.
-            let Some(key) = place.key else {
-                place.thread = to;
-                return Ok(0);
-            };
-            key
-        };
-        let pause = match self.pool.move_queue(key, to) {
-            Ok(pause) => pause.as_nanos() as u64,
-            // It has stopped in the meantime.
-            Err(MoveError::Pool(PoolError::NoQueue)) => 0,
-            Err(error) => return Err(error),
-        };
-        let mut queues = self.queues();
-        let place = queues.get_mut(usize::from(index)).ok_or(PoolError::NoQueue)?;
-        // Another session may have started it where it was before.
-        if place.is_starting || place.key.is_some_and(|now| now != key) {
-            return Err(MoveError::Busy);
-        }
-        place.thread = to;
-        Ok(pause)
+        self.queues.assign(index, to)
     }
 
     fn peer(&self) -> Option<i32> {
-        Some(self.peer.load(Relaxed)).filter(|&pid| pid > 0)
+        self.queues.peer()
     }
 
     fn report_broken_queues(&self) {
-        let Ok(mut queues) = self.queues.try_lock() else { return };
-        for (index, place) in (0..).zip(&mut *queues).filter(|(_, place)| !place.told) {
-            if let Some(broken) = place.key.and_then(|key| self.pool.broken(key)) {
-                place.told = true;
-                self.tell_broken(index, broken);
-            }
-        }
+        self.queues.report_broken();
     }
 }
 
@@ -199,56 +123,29 @@ impl QueueHost for NicHost {
             call,
             error: setup.error,
             enabled: setup.enabled,
-            stats: Arc::clone(self.stats.get(usize::from(index)).ok_or(StartError::Full)?),
+            stats: Arc::clone(self.queues.stats.get(usize::from(index)).ok_or(StartError::Full)?),
         };
-        let thread = {
-            let mut queues = self.queues();
-            let place = queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
-            place.is_starting = true;
-            place.thread
-        };
-        // The IOThread may be busy for a while.
-        let started = self.pool.start_nic(setup, thread);
-        let mut queues = self.queues();
-        let place = queues.get_mut(usize::from(index)).ok_or(StartError::Full)?;
-        place.is_starting = false;
-        place.key = Some(started.map_err(|_| StartError::Full)?);
-        place.told = false;
+        self.queues.start(index, |thread| self.queues.pool().start_nic(setup, thread))?;
         self.has_served.store(true, Relaxed);
         Ok(index)
     }
 
     fn stop(&self, index: u16) -> StoppedQueue {
-        let queue = self.key(index).and_then(|key| self.pool.stop(key).ok());
-        let broken = queue.as_ref().and_then(|queue| queue.broken());
-        if let Some(place) = self.queues().get_mut(usize::from(index)) {
-            place.key = None;
-            if let Some(broken) = broken
-                && !std::mem::replace(&mut place.told, true)
-            {
-                self.tell_broken(index, broken);
-            }
-        }
-        StoppedQueue { base: queue.map_or(0, |queue| queue.base()), broken: broken.is_some() }
+        self.queues.stop(index).0
     }
 
     fn update(&self, index: u16, what: Change) -> Result<(), StartError> {
-        let Some(key) = self.key(index) else { return Ok(()) };
+        let Some(key) = self.queues.key(index) else { return Ok(()) };
         // Frames go to and from guest memory as they are: nothing is registered.
-        change(&self.pool, key, what, self.nic.caller(), |_: &Memory| Ok(None))
+        change(self.queues.pool(), key, what, self.nic.caller(), |_: &Memory| Ok(None))
     }
 
     fn is_broken(&self, index: u16) -> bool {
-        self.key(index).is_some_and(|key| self.pool.broken(key).is_some())
+        self.queues.is_broken(index)
     }
 
     fn set_connected(&self, connected: bool, peer: Option<i32>) {
-        self.peer.store(peer.unwrap_or(0), Relaxed);
-        let device = self.name.clone();
-        self.tell(match connected {
-            true => Event::FrontEndConnected { device },
-            false => Event::FrontEndDisconnected { device },
-        });
+        self.queues.set_connected(connected, peer);
     }
 }
 
@@ -257,6 +154,7 @@ mod tests {
     use super::*;
     use crate::device::Limits;
     use crate::nic::NicConfig;
+    use crate::plane::Notice;
     use crate::plane::tests::{move_while_a_session_begins, pool_with_threads};
 
     #[test]
@@ -273,9 +171,11 @@ mod tests {
             positions: None,
         });
         let (name, events) = (DiskName::new("nic").unwrap(), broadcast::Sender::new(1));
-        let host = NicHost::new(name, Arc::new(nic), Arc::clone(&pool), vec![threads[0]], events);
+        let (nic, pool_of_nic) = (Arc::new(nic), Arc::clone(&pool));
+        let report = Arc::new(|_: &str, _: Notice<'_>| ());
+        let host = NicHost::new(name, nic, pool_of_nic, vec![threads[0]], events, report);
         move_while_a_session_begins(&host, &pool, threads, |key| {
-            let mut queues = host.queues();
+            let mut queues = host.queues.lock();
             queues[0].key = Some(key());
         });
     }

@@ -245,7 +245,7 @@ impl Nics {
         server: &Server,
         core: &Core,
         watchdog: &Watchdog,
-        report: &Report,
+        report: &Arc<Report>,
     ) -> Result<(), PlaneError> {
         let OpenedNic { spec, taps, link, listener, positions } = opened;
         let positions = positions.map_err(|error| {
@@ -276,8 +276,10 @@ impl Nics {
         let mut state = core.state();
         let threads = threads(&state, &spec.mapping).map_err(failed)?;
         let name = DiskName::from(spec.name.clone());
-        let (pool, events) = (Arc::clone(&core.pool), core.events.clone());
-        let host = Arc::new(NicHost::new(name.clone(), Arc::clone(&nic), pool, threads, events));
+        let (pool, events, report) =
+            (Arc::clone(&core.pool), core.events.clone(), Arc::clone(report));
+        let host = NicHost::new(name.clone(), Arc::clone(&nic), pool, threads, events, report);
+        let host = Arc::new(host);
         // Before its front ends' events: one may be waiting at the socket.
         core.tell(Event::DeviceAdded { device: name.clone() });
         let served = server.add(listener, Arc::clone(&nic) as Arc<_>, Arc::clone(&host));
@@ -343,7 +345,7 @@ impl Nics {
     pub(super) fn observe(&self, server: &Server, mapped: &ServedNics) -> Vec<ObservedNic> {
         let of = |(name, nic): (&Name, &Served)| {
             let ServedNic { spec, ids, .. } = mapped.get(&name.clone().into())?;
-            let queues = spec.mapping.by_queue().iter().zip(&nic.host.stats).enumerate();
+            let queues = spec.mapping.by_queue().iter().zip(&nic.host.queues.stats).enumerate();
             let queues = queues.map(|(index, (iothread, stats))| {
                 let seen = stats.snapshot();
                 let drops = stats.drops();
@@ -382,7 +384,7 @@ impl Nics {
                 mtu: nic.nic.mtu(),
                 queues: queues.collect(),
             };
-            Some(ObservedNic { state, stats: nic.host.stats.clone() })
+            Some(ObservedNic { state, stats: nic.host.queues.stats.clone() })
         };
         self.served().iter().filter_map(of).collect()
     }

@@ -31,6 +31,7 @@ use super::{
 };
 use super::{Notice, Report};
 use crate::device::{Device, DeviceConfig, Limits};
+use crate::iothread::check_cpus;
 use crate::monitor::{Monitor, SchedStat};
 use crate::nic::Terms;
 use crate::schedule::{ClassStatus, Schedule};
@@ -84,7 +85,8 @@ impl Registry {
         let Configuration { service, control, .. } = configuration;
         let _ = self.process.set((service.clone(), control.clone()));
         for iothread in &configuration.iothreads {
-            self.add_iothread(iothread.clone())?;
+            // One that may run on CPUs of which some are not there is served on the others, as `serve --check` says.
+            self.core.add_iothread(iothread.clone())?;
         }
         for schedule in &configuration.schedules {
             self.set_schedule(schedule.clone())?;
@@ -96,7 +98,7 @@ impl Registry {
             self.nics.add_network(network.clone())?;
         }
         for opened in opened.nics {
-            self.nics.add(opened, &self.server, &self.core, &self.watchdog, &*self.report)?;
+            self.nics.add(opened, &self.server, &self.core, &self.watchdog, &self.report)?;
         }
         self.begin_policy(configuration.iocores.clone())
     }
@@ -369,12 +371,18 @@ impl Served {
     }
 }
 
+/// Whether CPUs that are asked for while the data plane runs are there.
+fn check(cpus: &[CpuId], what: impl FnOnce() -> String) -> Result<(), PlaneError> {
+    check_cpus(cpus).map_err(|source| PlaneError::Cpus { what: what(), source })
+}
+
 impl Plane for Registry {
     fn add_iothread(&self, iothread: IoThread) -> Result<(), PlaneError> {
         let policy = self.monitor.settings().policy;
         if iothread.trust.is_some() && policy != Policy::Static {
             return Err(Fault::PolicyAcrossTrust(policy).into());
         }
+        check(&iothread.cpus, || format!("cannot start iothread {}", iothread.name))?;
         self.core.add_iothread(iothread)
     }
 
@@ -383,6 +391,7 @@ impl Plane for Registry {
     }
 
     fn pin_iothread(&self, iothread: &IoThreadName, cpus: &[CpuId]) -> Result<(), PlaneError> {
+        check(cpus, || format!("cannot pin iothread {iothread}"))?;
         self.core.pin_iothread(iothread, cpus)
     }
 
@@ -430,7 +439,7 @@ impl Plane for Registry {
         let _place = self.reserve_nic(&nic)?;
         let opened = OpenedNic::handed(nic, handed)?;
         let name = opened.spec.name.clone();
-        self.nics.add(opened, &self.server, &self.core, &self.watchdog, &*self.report)?;
+        self.nics.add(opened, &self.server, &self.core, &self.watchdog, &self.report)?;
         self.nics.keep_taps(&name, &*self.report);
         Ok(())
     }
@@ -620,7 +629,11 @@ impl Plane for Registry {
     }
 
     fn set_policy(&self, settings: wire::IoCores) -> Result<(), PlaneError> {
-        self.begin_policy(IoCores::new(settings, self.monitor.settings())?)
+        // Those that it leaves as they are may have gone since: that keeps nobody from ending a policy.
+        let cpus = settings.cpus.clone().unwrap_or_default();
+        let settings = IoCores::new(settings, self.monitor.settings())?;
+        check(&cpus, || "cannot set the policy".to_owned())?;
+        self.begin_policy(settings)
     }
 
     fn configuration(&self) -> Configuration {
@@ -681,8 +694,8 @@ impl Plane for Registry {
         });
         let devices = state.devices.iter().map(|(name, served)| {
             let device = served.host.device();
-            let queues = served.mapping.by_queue().iter().zip(&served.host.stats);
-            let keys = served.host.keys();
+            let queues = served.mapping.by_queue().iter().zip(&served.host.queues.stats);
+            let keys = served.host.queues.keys();
             let qos = served.qos.as_ref().zip(device.member());
             ObservedDevice {
                 qos: qos.map(|(qos, member)| {

@@ -14,9 +14,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::json;
 use tokio::sync::broadcast::error::TryRecvError;
 
-use super::host::{EMPTY_TIME, Host};
+use super::host::Host;
 use super::iothreads::when_free;
-use super::mapped::MappedHost;
+use super::mapped::{EMPTY_TIME, MappedHost};
 use super::*;
 use super::{Notice, Report};
 use crate::device::{Device, DeviceConfig, Limits};
@@ -37,6 +37,28 @@ pub(super) fn pool_with_threads() -> (Arc<Pool>, [ThreadId; 2]) {
     (pool, threads)
 }
 
+/// Something that an IOThread serves and no registry knows of: slots need no driver.
+fn serve_slots(pool: &Pool, on: ThreadId) -> QueueKey {
+    let engine = Arc::new(RamEngine::new(Bytes::from_kib(64), Duration::ZERO).unwrap());
+    let device = Device::new(DeviceConfig {
+        name: "disk".to_owned(),
+        engine,
+        queues: 1,
+        read_only: false,
+        serial: [0; 20],
+        write_cache: true,
+        limits: Limits::default(),
+        schedule: None,
+    });
+    let setup = SlotsSetup {
+        device: Arc::new(device.unwrap()),
+        memory: Arc::new(SlotMemory::create().unwrap().0),
+        error: eventfd(0, EventfdFlags::CLOEXEC).unwrap(),
+        stats: Arc::new(QueueStats::new()),
+    };
+    pool.start_slots(setup, on).unwrap()
+}
+
 /// Moves queue 0 of a device off the first IOThread, while its session ends and another one starts it there anew. `set` has the
 /// device's state while it gives it a key, as the session has that ends and the one that begins.
 pub(super) fn move_while_a_session_begins(
@@ -45,30 +67,8 @@ pub(super) fn move_while_a_session_begins(
     [from, to]: [ThreadId; 2],
     set: impl Fn(&dyn Fn() -> QueueKey),
 ) {
-    let engine = Arc::new(RamEngine::new(Bytes::from_kib(64), Duration::ZERO).unwrap());
-    let device = Arc::new(
-        Device::new(DeviceConfig {
-            name: "disk".to_owned(),
-            engine,
-            queues: 1,
-            read_only: false,
-            serial: [0; 20],
-            write_cache: true,
-            limits: Limits::default(),
-            schedule: None,
-        })
-        .unwrap(),
-    );
-    // Of which kind a queue is plays no part: slots need no driver.
-    let start = || {
-        let setup = SlotsSetup {
-            device: Arc::clone(&device),
-            memory: Arc::new(SlotMemory::create().unwrap().0),
-            error: eventfd(0, EventfdFlags::CLOEXEC).unwrap(),
-            stats: Arc::new(QueueStats::new()),
-        };
-        pool.start_slots(setup, from).unwrap()
-    };
+    // Of which kind a queue is plays no part.
+    let start = || serve_slots(pool, from);
     let pause = || std::thread::sleep(Duration::from_millis(1));
     let (key, other) = (start(), start());
     set(&|| key);
@@ -332,6 +332,33 @@ fn queue_never_goes_to_an_iothread_of_another_trust_domain() {
 }
 
 #[test]
+fn cpus_that_are_not_there_are_refused_with_a_remedy_and_nothing_changes() {
+    let rig = Rig::new();
+    let registry = &rig.registry;
+    let before = registry.configuration();
+    // No host of the tests has the last that can be named. With others that are there it is refused all the same.
+    let cpus = [CpuId::new(0), CpuId::new(1023)];
+    let new = serde_json::from_value(json!({ "name": "iot1", "cpus": cpus })).unwrap();
+    let policy = json!({ "policy": "dynamic", "cpus": cpus });
+    for (refused, what) in [
+        (registry.add_iothread(IoThread::new(new).unwrap()), "cannot start iothread iot1"),
+        (
+            registry.pin_iothread(&IoThreadName::new("iot0").unwrap(), &cpus),
+            "cannot pin iothread iot0",
+        ),
+        (registry.set_policy(serde_json::from_value(policy).unwrap()), "cannot set the policy"),
+    ] {
+        let error = refused.unwrap_err();
+        assert!(matches!(error, PlaneError::Cpus { .. }), "{error}");
+        let text = error.to_string();
+        let words = format!("{what}: no IOThread may run on CPU 1023: this process may use CPU 0");
+        assert!(text.starts_with(&words), "{text}");
+        assert!(error.hint().unwrap().contains("chcpu --enable"), "{error}");
+    }
+    assert_eq!(registry.configuration(), before);
+}
+
+#[test]
 fn resize_to_less_is_refused_unless_it_is_meant() {
     let rig = Rig::new();
     let resize =
@@ -569,7 +596,7 @@ fn ring_that_breaks_and_stops_at_once_is_told_of() {
         break_ring(&guest);
         kick(&mut session, 0);
         let host = rig.registry.host(&disk());
-        while !host.stats[0].is_broken() {
+        while !host.queues.stats[0].is_broken() {
             std::hint::spin_loop();
         }
         drop(session);

@@ -1,20 +1,22 @@
 //! Putting a VM's own knobs back.
 //!
 //! A VM whose QEMU is gone or whose guest was booted again is skipped: its knobs
-//! died with it. One that does not answer is a failure, and its record is kept for
+//! died with it. A guest that was saved and restored since goes on with its own in another QEMU, of
+//! which it has its agent. One that does not answer is a failure, and its record is kept for
 //! a later rollback. VMs are put back at the same time and after the host, which
 //! none of them can keep from it.
 //!
 //! A write whose fate is unknown needs nothing special: an agent does one command
 //! after the other, so what a new connection reads after its sync is what is.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use rtvirtio_units::Nanos;
 
 use super::connection::{poll_property, start_of};
 use super::files::{GuestFiles, queue_file};
-use super::{ANSWER, GuestFault, LOOK, at_once, place};
+use super::{ANSWER, GuestFault, LOOK, at_once, place, process_of};
 use crate::qemu::{Deadline, Fault, Monitor, QemuError};
 use crate::record::{GuestDiskRecord, GuestRecord};
 use crate::restoration::{Restoration, Skipped};
@@ -51,9 +53,24 @@ impl Host {
         // It may have gone meanwhile.
         if !runs() {
             done.failures.clear();
-            done.skip(Skipped::Vm { vm: record.vm.clone() });
+            match self.resumed(record) {
+                Some(resumed) => self.restore_disks(&resumed, &mut done)?,
+                None => done.skip(Skipped::Vm { vm: record.vm.clone() }),
+            }
         }
         Ok(done)
+    }
+
+    /// What is left of `record` if another QEMU of the VM's name was started with a guest that had run before. Whether
+    /// it is the same guest, its boot id tells.
+    fn resumed(&self, record: &GuestRecord) -> Option<GuestRecord> {
+        if record.disks.is_empty() {
+            return None;
+        }
+        let processes = crate::qemu::discover::processes(&*self.sysfs).ok()?;
+        let process = process_of(&processes, &record.vm).ok().filter(|p| p.is_resumed)?;
+        let agent = Some(process.agent_address()?);
+        Some(GuestRecord { agent, poll_max: BTreeMap::new(), ..record.clone() })
     }
 
     fn restore_polling(

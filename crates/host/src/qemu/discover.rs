@@ -57,6 +57,8 @@ pub struct QemuProcess {
     pub iothreads: Vec<String>,
     /// Its disks.
     pub disks: Vec<QemuDisk>,
+    /// Whether it was started with a guest that had run before: one that was saved, or ran elsewhere.
+    pub is_resumed: bool,
 }
 
 /// The name of the agent's port in the guest.
@@ -151,6 +153,7 @@ impl QemuProcess {
             agent: agent.filter(|_| !is_libvirt),
             iothreads: iothreads.filter_map(|mut p| p.remove("id")).collect(),
             disks: disks(&options, &devices, absolute),
+            is_resumed: options.of("incoming").chain(options.of("loadvm")).next().is_some(),
         })
     }
 
@@ -403,8 +406,11 @@ mod tests {
             agent: None,
             iothreads: vec!["iothread1".to_owned(), "iothread2".to_owned()],
             disks: vec![disk],
+            is_resumed: false,
         };
         assert_eq!(process, expected);
+        let restored = parse(&[LIBVIRT, &["-incoming", "defer"]].concat()).unwrap();
+        assert_eq!(restored, QemuProcess { is_resumed: true, ..expected });
         // Its name might be a number, which virsh takes for another domain's id.
         let uuid = process.uuid.clone();
         let address = Some(Address::Domain(Domain { name: "plc".to_owned(), uuid }));

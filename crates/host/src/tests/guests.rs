@@ -430,6 +430,21 @@ fn guest_gone_before_the_rollback_is_skipped() {
 }
 
 #[test]
+fn guest_that_was_saved_and_restored_is_put_back() {
+    // Also after another apply, which found it in its other QEMU.
+    for again in [false, true] {
+        let mut plan = planned();
+        plan.apply().unwrap();
+        plan.bed.machine.as_mut().unwrap().resume_as(&plan.bed.fake, 4343);
+        if again {
+            plan.bed.apply(&with_guest(wanted(), "none")).unwrap();
+        }
+        assert_eq!(plan.rolled_back().skipped, []);
+        assert_eq!(plan.bed.snapshot(), plan.before);
+    }
+}
+
+#[test]
 fn guest_rebooted_before_the_rollback_is_skipped() {
     let plan = planned();
     plan.apply().unwrap();

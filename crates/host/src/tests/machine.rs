@@ -131,6 +131,18 @@ impl Machine {
         host.put(&format!("/proc/{}/stat", self.pid), "");
     }
 
+    /// Lets the guest go on in another process, as one that was saved and restored does.
+    pub(super) fn resume_as(&mut self, host: &FakeSysfs, pid: u32) {
+        self.end(host);
+        self.pid = pid;
+        self.run_in(host, 300);
+        let file = format!("/proc/{pid}/cmdline");
+        let command_line = host.read(Path::new(&file)).unwrap();
+        host.put(&file, &format!("{command_line}-incoming\0defer\0"));
+        // It polls as its command line says.
+        self.with(|s| s.poll_max = 32_768);
+    }
+
     /// The same process id, another process.
     pub(super) fn start_again(&self, host: &FakeSysfs) {
         self.run_in(host, 200);

@@ -4,14 +4,16 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::Mutex;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Instant;
 
 use rtvirtio_units::Name;
 
 use super::*;
-use crate::Skipped;
+use crate::interrupt::Interrupted;
 use crate::record::{DataPlaneRecord, Record};
+use crate::{DataPlaneTopology, Skipped};
 
 /// How a data plane treats requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,6 +142,37 @@ fn data_plane_that_hangs_does_not_keep_the_host_from_later_applies() {
     let RollbackOutcome::RolledBack(done) = bed.host.rollback().unwrap() else { panic!() };
     assert_eq!((served.changes(), done.restored.len(), done.skipped.len()), (2, 2, 0));
     assert_eq!(bed.host.rollback().unwrap(), RollbackOutcome::Nothing);
+}
+
+#[test]
+fn signal_ends_the_wait_for_a_data_plane_that_hangs() {
+    let served = Served::new(Manner::Hangs);
+    let (mut bed, before) = applied(&served);
+    let interrupted = Arc::new(Interrupted::new(false));
+    bed.host = bed.host.clone().with_interrupt(Arc::clone(&interrupted));
+    let once_it_is_asked = || {
+        while served.heard.lock().unwrap().is_empty() {
+            thread::sleep(Duration::from_millis(5));
+        }
+        interrupted.store(true, Ordering::Relaxed);
+    };
+    let start = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(once_it_is_asked);
+        fails(&bed, &before, &served);
+    });
+    // Nothing was written when an apply, which looks first, ends.
+    served.changes();
+    interrupted.store(false, Ordering::Relaxed);
+    let data_plane = DataPlaneTopology { control: served.control.clone(), ..Default::default() };
+    let topology = Topology { data_plane: Some(data_plane), ..bed.topology.clone() };
+    let error = thread::scope(|scope| {
+        scope.spawn(once_it_is_asked);
+        bed.host.apply(&topology, &Knobs::new(), &[], ApplyOptions::default()).unwrap_err()
+    });
+    assert!(error.is_of_user(), "{error}");
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    assert_eq!(bed.snapshot(), before);
 }
 
 #[test]

@@ -188,6 +188,79 @@ fn apply_while_another_waits_to_be_confirmed_is_refused() {
     bed.host.rollback().unwrap();
 }
 
+/// A calibration of the disk, which has set another scheduler.
+fn calibrating(bed: &Bed) -> Host {
+    let calibration = Host::with_sysfs(bed.state.path().join("bench"), bed.fake.clone());
+    let (observed, changes) = bed.changes_to(&wanted_with(Scheduler::Kyber));
+    let options = ApplyOptions::default();
+    assert!(calibration.apply(&bed.topology, &observed, &changes, options).unwrap().written > 0);
+    calibration
+}
+
+#[test]
+fn device_that_is_measured_is_neither_set_nor_put_back() {
+    let bed = Bed::new(true, "none");
+    let before = bed.snapshot();
+    bed.apply(&wanted()).unwrap();
+    let applied = bed.snapshot();
+    let calibration = calibrating(&bed);
+    let measured = bed.snapshot();
+    for error in [bed.apply(&wanted()).unwrap_err(), bed.host.rollback().unwrap_err()] {
+        let HostError::Measured { device: found, pid } = &error else { panic!("{error}") };
+        assert_eq!((found, *pid), (&device(), Some(std::process::id())));
+        assert!(error.hint().unwrap().contains("interrupt it"), "{error}");
+    }
+    assert_eq!(bed.snapshot(), measured);
+    // What it runs on its own device keeps its state within its own.
+    let own = bed.host.clone().with_state_directory(bed.state.path().join("bench/guests"));
+    assert_eq!(own.rollback().unwrap(), RollbackOutcome::Nothing);
+    let (observed, changes) = bed.changes_to(&wanted());
+    own.apply(&bed.topology, &observed, &changes, ApplyOptions::default()).unwrap();
+    own.rollback().unwrap();
+    assert_eq!(bed.snapshot(), measured);
+
+    calibration.rollback().unwrap();
+    assert_eq!(bed.snapshot(), applied);
+    bed.host.rollback().unwrap();
+    assert_eq!(bed.snapshot(), before);
+}
+
+#[test]
+fn device_whose_scheduler_a_calibration_leaves_alone_is_set_and_put_back() {
+    let bed = Bed::new(true, "none");
+    let (before, wanted) = (bed.snapshot(), wanted());
+    let calibration = Host::with_sysfs(bed.state.path().join("bench"), bed.fake.clone());
+    let (observed, mut changes) = bed.changes_to(&wanted);
+    changes.retain(|change| matches!(change.knob, Knob::Limit { .. }));
+    let options = ApplyOptions::default();
+    assert!(calibration.apply(&bed.topology, &observed, &changes, options).unwrap().written > 0);
+    assert!(bed.apply(&wanted).unwrap().written > 0);
+    bed.host.rollback().unwrap();
+    calibration.rollback().unwrap();
+    assert_eq!(bed.snapshot(), before);
+}
+
+#[test]
+fn expired_apply_is_reverted_once_its_device_is_not_measured_any_more() {
+    let bed = Bed::new(true, "none");
+    let before = bed.snapshot();
+    bed.apply_with(&wanted(), short()).unwrap();
+    let calibration = calibrating(&bed);
+    std::thread::sleep(Duration::from_millis(40));
+    let measured = bed.snapshot();
+    assert!(matches!(bed.host.confirm(), Err(HostError::Measured { .. })));
+    let (meanwhile, outcome) = std::thread::scope(|scope| {
+        let watchdog = scope.spawn(|| bed.host.revert_unless_confirmed());
+        std::thread::sleep(Duration::from_millis(100));
+        let meanwhile = bed.snapshot();
+        calibration.rollback().unwrap();
+        (meanwhile, watchdog.join().unwrap().unwrap())
+    });
+    assert_eq!(meanwhile, measured);
+    assert!(matches!(outcome, WatchdogOutcome::Reverted(_)));
+    assert_eq!(bed.snapshot(), before);
+}
+
 #[test]
 fn edited_change_is_refused() {
     let bed = Bed::new(false, "none");

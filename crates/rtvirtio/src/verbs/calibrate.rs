@@ -149,7 +149,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             calibrate_to(&disk, (Depth::Full, limit), &args.output, interrupted)?
         }
         (None, Some(device)) => {
-            let path = std::fs::canonicalize(device)
+            let path = input::canonicalize(device)
                 .with_context(|| format!("device {}", device.display()))?;
             if !device::is_scratch(&path) && !args.overwrite_all_data_on_device {
                 bail!(

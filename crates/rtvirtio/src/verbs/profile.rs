@@ -60,7 +60,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
         Action::Import { profile, device, output } => {
             let profile = input::profile(profile)?;
             let host = input::host();
-            let path = std::fs::canonicalize(device)
+            let path = input::canonicalize(device)
                 .with_context(|| format!("device {}", device.display()))?;
             let imported = profile.for_device(host.identity(&path)?)?;
             let firmware = host.firmware(&path);

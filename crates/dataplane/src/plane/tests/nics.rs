@@ -34,9 +34,13 @@ mapping = [{ iothread = "iot0" }]
 
 /// What a configuration says, served, and what happens from the first.
 fn served(text: &str) -> (Registry, broadcast::Receiver<Event>) {
+    served_with(text, Arc::new(|_, _| ()))
+}
+
+fn served_with(text: &str, report: Arc<Report>) -> (Registry, broadcast::Receiver<Event>) {
     let configuration = rtvirtio_spec::serve::parse("serve.toml", text).unwrap();
     let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ()).unwrap();
-    let registry = Registry::new(Arc::new(|_, _| ())).unwrap();
+    let registry = Registry::new(report).unwrap();
     let events = registry.events();
     registry.add_all(&configuration, opened).unwrap();
     (registry, events)
@@ -139,13 +143,9 @@ fn front_end_of_a_nic_and_rings_that_its_driver_breaks_are_told_of() {
     assert_eq!(rig.event(), Event::DeviceRemoved { device });
 }
 
-/// A disk that comes to an IOThread of a promised network device, as a new one or by a move, would take what is promised.
-#[test]
-fn disk_that_would_break_a_promise_is_refused_whichever_way_it_comes() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = |name: &str| directory.path().join(name).display().to_string();
-    let text = format!(
-        r#"version = 1
+/// A network device of which one direction is promised something, and an IOThread beside its own.
+const PROMISED: &str = r#"
+version = 1
 [[iothread]]
 name = "iot0"
 [[iothread]]
@@ -155,25 +155,32 @@ name = "lan"
 [[nic]]
 name = "plc"
 vm = "plc"
-socket = "{}"
+socket = "SOCKET"
 network = "lan"
-mapping = [{{ iothread = "iot0" }}]
-tx = {{ max_frames = 20000, burst_ms = 1, within_us = 200 }}
-"#,
-        path("plc.sock")
-    );
-    let (registry, _) = served(&text);
+mapping = [{ iothread = "iot0" }]
+tx = { max_frames = 20000, burst_ms = 1, within_us = 200 }
+"#;
+
+/// Adds a disk whose queue is on this IOThread.
+fn add_disk(registry: &Registry, socket: &str, iothread: &str) -> Result<(), PlaneError> {
+    let device = json!({
+        "name": "disk",
+        "vm": "vm",
+        "socket": socket,
+        "engine": { "type": "ram", "size": 1 << 20 },
+        "mapping": [{ "iothread": iothread }],
+    });
+    registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default())
+}
+
+/// A disk that comes to an IOThread of a promised network device, as a new one or by a move, would take what is promised.
+#[test]
+fn disk_that_would_break_a_promise_is_refused_whichever_way_it_comes() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let (registry, _) = served(&PROMISED.replace("SOCKET", &path("plc.sock")));
     let iothread = |name: &str| IoThreadName::new(name).unwrap();
-    let disk_on = |name: &str| {
-        let device = json!({
-            "name": "disk",
-            "vm": "vm",
-            "socket": path("disk.sock"),
-            "engine": { "type": "ram", "size": 1 << 20 },
-            "mapping": [{ "iothread": name }],
-        });
-        registry.add_device(serde_json::from_value(device).unwrap(), HandedFds::default())
-    };
+    let disk_on = |name: &str| add_disk(&registry, &path("disk.sock"), name);
     let is_refused = |result: Result<(), PlaneError>| {
         let error = result.unwrap_err();
         let (text, hint) = (error.to_string(), error.hint().unwrap_or_default());
@@ -201,6 +208,119 @@ tx = {{ max_frames = 20000, burst_ms = 1, within_us = 200 }}
         late: 0,
     };
     assert_eq!(queues, [None, Some(promised)]);
+}
+
+/// Queues that are on their way come there or go back: what comes meanwhile has to fit at both ends.
+#[test]
+fn disk_that_comes_while_promised_queues_move_is_refused_where_they_were_and_where_they_go() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name).display().to_string();
+    let (registry, _) = served(&PROMISED.replace("SOCKET", &path("plc.sock")));
+    let (registry, socket) = (&registry, &path("disk.sock"));
+    let iothread = |name: &str| IoThreadName::new(name).unwrap();
+    let plc = &DiskName::new("plc").unwrap();
+    let pool = &registry.core().pool;
+    let thread = registry.core().state().iothreads[&iothread("iot0")].id;
+    let other = serve_slots(pool, thread);
+    let (nic, host) = registry.nic(plc);
+    let mut session = Session::new(nic, Arc::clone(&host));
+    let _guest = give_ring(&mut session, 1);
+    kick(&mut session, 1);
+    let key = host.queues.key(1).unwrap();
+    let (begun, is_begun) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    let came = std::thread::scope(move |scope| {
+        // The move waits until the IOThread goes on.
+        scope.spawn(move || {
+            let wait = move |_: &mut Queue| {
+                begun.send(()).unwrap();
+                let _ = released.recv();
+            };
+            pool.edit(other, wait).unwrap();
+        });
+        is_begun.recv().unwrap();
+        let to = [Entry::round_robin(iothread("iot1"))];
+        let moving = scope.spawn(move || registry.set_mapping(plc, &to));
+        while !pool.is_busy(key) {
+            assert!(!moving.is_finished(), "it was to wait");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let came = ["iot0", "iot1"].map(|name| (name, add_disk(registry, socket, name)));
+        release.send(()).unwrap();
+        moving.join().unwrap().unwrap();
+        came
+    });
+    for (name, result) in came {
+        let text = result.unwrap_err().to_string();
+        let words = format!("\"{name}\" cannot keep what nic \"plc\" is promised (tx)");
+        assert!(text.contains(&words), "{text}");
+    }
+    pool.stop(other).unwrap();
+    assert_eq!(registry.mapping(plc).unwrap().by_queue(), ["iot1"; 2].map(iothread));
+    add_disk(registry, socket, "iot1").unwrap_err();
+    add_disk(registry, socket, "iot0").unwrap();
+}
+
+/// As where a guest's memory is its own and not shared. Buffers to receive into are something, though no frame comes.
+#[test]
+fn driver_of_a_nic_that_kicks_an_empty_ring_is_told_of_once_and_one_that_has_filled_it_is_not() {
+    let directory = tempfile::tempdir().unwrap();
+    let text = NETWORK.replace("DIR", directory.path().to_str().unwrap());
+    let said = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let of_report = Arc::clone(&said);
+    let report = Arc::new(move |device: &str, notice: Notice<'_>| {
+        if let Notice::EmptyRing { queue } = notice {
+            of_report.lock().unwrap().push((device.to_owned(), queue));
+        }
+    });
+    let (registry, _) = served_with(&text, report);
+    let device = DiskName::new("a").unwrap();
+    let (nic, host) = registry.nic(&device);
+    let mut session = Session::new(nic, host);
+    let guest = give_ring(&mut session, 1);
+    // The ring for receiving lies behind that for sending, with one buffer in it.
+    let address = VringAddress {
+        index: 0,
+        descriptors: (1 << 30) + 0x4000,
+        available: (1 << 30) + 0x5000,
+        used: (1 << 30) + 0x6000,
+        log: None,
+    };
+    for message in
+        [Message::SetVringNum(VringState { index: 0, num: 16 }), Message::SetVringAddr(address)]
+    {
+        session.handle(message, vec![]).unwrap();
+    }
+    // Address, length, VIRTQ_DESC_F_WRITE, next; then the available index.
+    let descriptor =
+        [&0x8000_u64.to_le_bytes()[..], &1526_u32.to_le_bytes(), &[2, 0, 0, 0]].concat();
+    rustix::io::pwrite(&guest, &descriptor, 0x4000).unwrap();
+    rustix::io::pwrite(&guest, &1_u16.to_le_bytes(), 0x5002).unwrap();
+    let kicks = [0, 1].map(|index| {
+        let kick = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let set = Message::SetVringKick(VringFd { index, fd: true });
+        session.handle(set, vec![kick.try_clone().unwrap()]).unwrap();
+        kick
+    });
+    let kick_both = || {
+        for kick in &kicks {
+            rustix::io::write(kick, &1_u64.to_ne_bytes()).unwrap();
+        }
+    };
+    // Front ends kick once when they start a ring, and each IOThread that it comes to hears of that.
+    kick_both();
+    for name in ["iot1", "iot0"] {
+        registry.move_queue(&device, 1, &IoThreadName::new(name).unwrap()).unwrap();
+    }
+    std::thread::sleep(EMPTY_TIME + Duration::from_millis(500));
+    assert!(said.lock().unwrap().is_empty(), "{said:?}");
+    let start = Instant::now();
+    while said.lock().unwrap().is_empty() {
+        kick_both();
+        std::thread::sleep(Duration::from_millis(10));
+        assert!(start.elapsed() < Duration::from_secs(20), "nobody is told");
+    }
+    assert_eq!(*said.lock().unwrap(), [("a".to_owned(), 1)]);
 }
 
 /// On one IOThread the two would be too much, as they are while only one of them has moved.

@@ -16,7 +16,8 @@ use rtvirtio_spec::control::{AddDevice, Handed, Resize};
 use rtvirtio_spec::mapping::{Entry, read};
 use rtvirtio_spec::serve::wire;
 use rtvirtio_units::{DiskName, IoThreadName, Name, NameError, VmName};
-use rtvirtio_vhost::server::{Bound, bind};
+use rtvirtio_vhost::server::{Bound, bind, is_answered};
+use rustix::io::Errno;
 use rustix::net::SocketType;
 
 use super::qos::QosArgs;
@@ -228,14 +229,15 @@ pub(super) fn mapping(
     Ok(Some(entries).filter(|entries| !entries.is_empty()))
 }
 
-/// A listening socket, removed when dropped unless it is kept.
 /// Of a socket that is made here.
 const MODE: u32 = 0o660;
 /// Front ends that wait to be accepted, one at a time.
 const BACKLOG: i32 = 16;
 
+/// A listening socket, removed when dropped unless it is kept.
 pub(super) struct Socket {
     pub(super) listener: UnixListener,
+    path: PathBuf,
     bound: Bound,
 }
 
@@ -246,7 +248,7 @@ impl Socket {
         let context = || format!("make the socket {}", path.display());
         let (listener, bound) = bind(path, MODE, SocketType::STREAM).with_context(context)?;
         rustix::net::listen(&listener, BACKLOG).with_context(context)?;
-        let socket = Self { listener: listener.into(), bound };
+        let socket = Self { listener: listener.into(), path: path.to_owned(), bound };
         if rustix::process::geteuid().is_root()
             && let Ok(of) = fs::metadata(client.socket())
         {
@@ -255,14 +257,19 @@ impl Socket {
         Ok(socket)
     }
 
-    /// Keeps it if the data plane has it, or may have: a device whose socket's name is gone can be
-    /// connected to by nobody.
+    /// Keeps it if the data plane has it: a device whose socket's name is gone can be connected to by
+    /// nobody.
     pub(super) fn settle(self, made: Result<(), ControlFault>, what: &str) -> Result<()> {
+        let Self { listener, path, bound } = self;
+        drop(listener);
+        // Of an uncertain outcome the socket itself says more: it is answered as long as the data plane, or what was sent
+        // to it and not read, has the descriptor.
+        let is_dead = || matches!(is_answered(&path), Err(Errno::CONNREFUSED | Errno::NOENT));
         let fault = match made {
-            Err(fault) if !fault.is_uncertain() => return Err(fault.into()),
+            Err(fault) if !fault.is_uncertain() || is_dead() => return Err(fault.into()),
             made => made.err(),
         };
-        std::mem::forget(self.bound);
+        std::mem::forget(bound);
         let Some(fault) = fault else { return Ok(()) };
         Err(anyhow::Error::from(fault).context(format!(
             "it may be there all the same, and its socket was kept: see `rtvirtio ctl {what} list`"
@@ -280,8 +287,10 @@ mod tests {
     fn socket_of_a_device_that_may_be_there_is_kept() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
-        let settle = |made| {
+        let settle = |made, is_held: bool| {
             let socket = Socket::make(&path, &ControlClient::new("/nonexistent")).unwrap();
+            // As the data plane does that was sent it.
+            let _held = is_held.then(|| socket.listener.try_clone().unwrap());
             let settled = socket.settle(made, "device");
             let is_kept = path.exists();
             let _ = fs::remove_file(&path);
@@ -291,11 +300,17 @@ mod tests {
             let error = "no".to_owned();
             Err(ControlFault::Refused { status, error, hint: None })
         };
-        assert_eq!(settle(Ok(())), (true, None));
-        assert_eq!(settle(refused(409)), (false, Some("no".to_owned())));
-        for made in [refused(504), Err(ControlFault::Late(Duration::from_secs(35)))] {
-            let (is_kept, words) = settle(made);
+        assert_eq!(settle(Ok(()), true), (true, None));
+        assert_eq!(settle(refused(409), true), (false, Some("no".to_owned())));
+        let late = || Err(ControlFault::Late(Duration::from_secs(35)));
+        for made in [refused(504), late()] {
+            let (is_kept, words) = settle(made, true);
             assert!(is_kept && words.unwrap().ends_with("see `rtvirtio ctl device list`"));
+        }
+        // Nobody has it: it was given up before it was begun, or the data plane has ended.
+        for made in [refused(504), late()] {
+            let (is_kept, words) = settle(made, false);
+            assert!(!is_kept && !words.unwrap().contains("may be there"));
         }
     }
 }
