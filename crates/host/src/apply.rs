@@ -59,6 +59,22 @@ const WATCH: Duration = Duration::from_millis(500);
 /// takes well under a second, and some more where guests do not answer.
 pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(60);
 
+/// The lock that whoever measures holds, beside the journal of what it has set.
+const IN_USE: &str = "in-use";
+
+/// The device whose scheduler a knob sets, or sets something of.
+const fn of_scheduler(knob: &Knob) -> Option<&DeviceName> {
+    match knob {
+        Knob::Scheduler { device }
+        | Knob::Bfq { device, .. }
+        | Knob::CostModel { device }
+        | Knob::CostQos { device }
+        | Knob::CostWeight { device, .. }
+        | Knob::Weight { device, .. } => Some(device),
+        _ => None,
+    }
+}
+
 /// How to apply.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct ApplyOptions {
@@ -150,8 +166,10 @@ impl Host {
             return Err(HostError::AwaitsConfirmation { remaining });
         }
         let resolved = Resolved::find(&*self.sysfs, topology)?;
-        let devices = resolved.devices.iter().map(|(name, disk)| (disk.number, name));
-        self.check_not_measured(devices)?;
+        let is_set =
+            |name: &DeviceName| changes.iter().any(|c| of_scheduler(&c.knob) == Some(name));
+        let devices = resolved.devices.iter().filter(|(name, _)| is_set(name));
+        self.check_not_measured(devices.map(|(name, disk)| (disk.number, name)))?;
         let mut changes = changes.to_vec();
         changes.sort_by(|a, b| a.knob.cmp(&b.knob));
         let mut guests = Connected::open(&*self.sysfs, &topology.guests)?;
@@ -215,7 +233,7 @@ impl Host {
             return Ok(RollbackOutcome::Nothing);
         };
         let records = journal.original.iter().chain(journal.pending.iter().map(|p| &p.record));
-        self.check_not_measured(records.flat_map(Record::named_devices))?;
+        self.check_not_measured(records.flat_map(Record::set_devices))?;
         if !journal.rolling_back {
             // An apply that died keeps what it found.
             let ended = |p: &&mut Pending| p.phase == Phase::Unconfirmed;
@@ -237,7 +255,11 @@ impl Host {
     pub fn verify(&self, topology: &Topology, wanted: &Knobs) -> Result<Vec<Drift>, HostError> {
         if self.journal_status()? == JournalStatus::Unfinished {
             match self.state.lock() {
-                Ok(lock) => drop(self.recover(&lock)?),
+                Ok(lock) => match self.recover(&lock) {
+                    // It is undone once that has ended.
+                    Ok(_) | Err(HostError::Measured { .. }) => {}
+                    Err(error) => return Err(error),
+                },
                 // Not dead, but at work.
                 Err(HostError::Locked { .. }) => {}
                 Err(error) => return Err(error),
@@ -439,19 +461,19 @@ impl Host {
             return self.state.remove().map(|()| None);
         };
         if journal.rolling_back {
-            self.check_not_measured(journal.original.iter().flat_map(Record::named_devices))?;
+            self.check_not_measured(journal.original.iter().flat_map(Record::set_devices))?;
             return self.finish_rollback(journal).map(Some);
         }
         if journal.is_to_be_undone(boot_time()) {
             let record = journal.pending.iter().map(|pending| &pending.record);
-            self.check_not_measured(record.flat_map(Record::named_devices))?;
+            self.check_not_measured(record.flat_map(Record::set_devices))?;
             return self.undo_pending(journal);
         }
         Ok(None)
     }
 
     /// Sees that no calibration or benchmark has set a scheduler or its knobs on one of `devices`: in the end it will put back
-    /// what it found, over what would be written now.
+    /// what it found, over what would be written now. What one that has died left is put back first.
     fn check_not_measured<'a>(
         &self,
         devices: impl IntoIterator<Item = (DeviceNumber, &'a DeviceName)>,
@@ -469,14 +491,16 @@ impl Host {
         let records: Vec<&Record> = journal.original.iter().chain(pending).collect();
         let is_measured = |number: DeviceNumber| {
             let mut set = records.iter().filter_map(|record| record.devices.get(&number));
-            set.any(|device| {
-                let is_set = device.queue.is_some() || device.cost.is_some();
-                is_set && self.is_same_device(number, device)
-            })
+            set.any(|device| device.is_set() && self.is_same_device(number, device))
         };
         let Some((_, device)) = devices.into_iter().find(|(number, _)| is_measured(*number)) else {
             return Ok(());
         };
+        if let Ok(_lock) = self.measurements.lock_within(IN_USE, Duration::ZERO) {
+            // What cannot be put back keeps nobody from the host: the next calibration or `rollback` tells of it.
+            let _ = Self { state: self.measurements.clone(), ..self.clone() }.rollback();
+            return Ok(());
+        }
         Err(HostError::Measured { device: device.clone(), pid: self.measurements.last_holder() })
     }
 

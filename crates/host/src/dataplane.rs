@@ -5,9 +5,11 @@
 //! with the connection.
 //!
 //! Properties (tests of the same name): `answer_without_end_is_refused_at_the_limit`,
-//! `server_that_drips_keeps_the_deadline`, `interrupted_request_ends_at_once_and_a_later_one_soon`,
+//! `server_that_drips_keeps_the_deadline`, `interrupted_request_ends_at_once_and_none_is_begun_later`,
+//! `request_that_puts_back_has_its_time_after_a_signal`,
 //! `words_of_a_refusal_are_escaped_and_cut_short`.
 
+use std::cell::Cell;
 use std::fmt;
 use std::io::{self, BufRead, BufReader, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
@@ -42,9 +44,6 @@ const CHUNK: usize = 16 << 10;
 const MAX_EVENT: u64 = 64 << 10;
 /// How long a request may take, a change that drains a queue among them.
 const REQUEST_TIME: Duration = Duration::from_secs(35);
-/// How long a request may take that is begun after the user's signal, to put things back: a data plane that answers
-/// at all has answered by then.
-const AFTER_SIGNAL: Duration = Duration::from_millis(200);
 /// Longest silence of an event stream, whose server speaks every 15 s.
 const SILENCE: Duration = Duration::from_secs(60);
 /// Longest piece of the server's words that is shown, in characters.
@@ -146,13 +145,19 @@ pub struct ControlClient {
     socket: PathBuf,
     timeout: Duration,
     interrupted: Option<Arc<Interrupted>>,
+    grace: Duration,
 }
 
 impl ControlClient {
     /// The one at this socket. Connects at each request.
     #[must_use]
     pub fn new(socket: impl Into<PathBuf>) -> Self {
-        Self { socket: socket.into(), timeout: REQUEST_TIME, interrupted: None }
+        Self {
+            socket: socket.into(),
+            timeout: REQUEST_TIME,
+            interrupted: None,
+            grace: Duration::ZERO,
+        }
     }
 
     /// With another deadline for each request.
@@ -161,10 +166,15 @@ impl ControlClient {
         Self { timeout, ..self }
     }
 
-    /// With requests that end within 100 ms of a signal. One that is begun after it, to put things back, ends soon too.
+    /// With requests that end within 100 ms of a signal; none is begun after it.
     #[must_use]
     pub fn with_interrupt(self, interrupted: Option<Arc<Interrupted>>) -> Self {
         Self { interrupted, ..self }
+    }
+
+    /// With requests that put things back: they are begun after a signal too, and each has this long from then on.
+    pub(crate) fn with_grace(self, grace: Duration) -> Self {
+        Self { grace, ..self }
     }
 
     /// Its socket.
@@ -239,19 +249,19 @@ impl ControlClient {
     /// [`ControlFault`].
     pub fn events(&self) -> Result<Events, ControlFault> {
         let deadline = self.deadline();
-        let stream = self.connect(deadline)?;
-        send(&stream, &head("GET", "/v1/events", 0), &[], &[], deadline)?;
+        let stream = self.connect(&deadline)?;
+        send(&stream, &head("GET", "/v1/events", 0), &[], &[], &deadline)?;
         let mut read = Vec::new();
         let head = loop {
             if let Some(head) = parse_head(&read)? {
                 break head;
             }
-            if !receive(&stream, &mut read, MAX_HEAD + CHUNK, deadline)? {
+            if !receive(&stream, &mut read, MAX_HEAD + CHUNK, &deadline)? {
                 return Err(ControlFault::Malformed("it ends early".to_owned()));
             }
         };
         if head.status != 200 {
-            while receive(&stream, &mut read, MAX_ANSWER, deadline)? {}
+            while receive(&stream, &mut read, MAX_ANSWER, &deadline)? {}
             return Err(refusal(head.status, &read[head.length..]));
         }
         stream.set_read_timeout(Some(SILENCE)).map_err(ControlFault::Connection)?;
@@ -267,10 +277,10 @@ impl ControlClient {
         fds: &[BorrowedFd<'_>],
     ) -> Result<Vec<u8>, ControlFault> {
         let deadline = self.deadline();
-        let stream = self.connect(deadline)?;
-        send(&stream, &head(method, path, body.len()), body, fds, deadline)?;
+        let stream = self.connect(&deadline)?;
+        send(&stream, &head(method, path, body.len()), body, fds, &deadline)?;
         let mut answer = Vec::new();
-        while receive(&stream, &mut answer, MAX_ANSWER, deadline)? {}
+        while receive(&stream, &mut answer, MAX_ANSWER, &deadline)? {}
         let head = parse_head(&answer)?;
         let head = head.ok_or_else(|| ControlFault::Malformed("it ends early".to_owned()))?;
         let body = answer.split_off(head.length);
@@ -285,15 +295,14 @@ impl ControlClient {
 
     /// When a request that is begun now must be answered.
     fn deadline(&self) -> Deadline<'_> {
-        let interrupted = self.interrupted.as_deref();
-        let (timeout, interrupted) = match interrupted.is_some_and(is_set) {
-            true => (self.timeout.min(AFTER_SIGNAL), None),
-            false => (self.timeout, interrupted),
-        };
-        Deadline { at: Instant::now() + timeout, timeout, interrupted }
+        Deadline {
+            end: Cell::new((Instant::now() + self.timeout, self.timeout)),
+            interrupted: Cell::new(self.interrupted.as_deref()),
+            grace: self.grace,
+        }
     }
 
-    fn connect(&self, deadline: Deadline<'_>) -> Result<UnixStream, ControlFault> {
+    fn connect(&self, deadline: &Deadline<'_>) -> Result<UnixStream, ControlFault> {
         let failed = |errno: Errno| ControlFault::Connect {
             socket: self.socket.clone(),
             source: errno.into(),
@@ -315,29 +324,33 @@ impl ControlClient {
 }
 
 /// When a request must be answered, and what ends it before.
-#[derive(Clone, Copy)]
 struct Deadline<'a> {
-    at: Instant,
-    timeout: Duration,
-    interrupted: Option<&'a Interrupted>,
+    /// The end, and how long that was when it was set.
+    end: Cell<(Instant, Duration)>,
+    /// `None` once the signal has been heard.
+    interrupted: Cell<Option<&'a Interrupted>>,
+    /// How much longer a request may take from the signal on.
+    grace: Duration,
 }
 
 impl Deadline<'_> {
     /// How long the next wait may take, never nothing: a signal may come during it.
-    fn left(self) -> Result<Duration, ControlFault> {
-        if self.interrupted.is_some_and(is_set) {
-            return Err(ControlFault::Interrupted);
+    fn left(&self) -> Result<Duration, ControlFault> {
+        let now = Instant::now();
+        if self.interrupted.get().is_some_and(|interrupted| interrupted.load(Ordering::Relaxed)) {
+            if self.grace.is_zero() {
+                return Err(ControlFault::Interrupted);
+            }
+            self.interrupted.set(None);
+            self.end.set(self.end.get().min((now + self.grace, self.grace)));
         }
-        let left = self.at.saturating_duration_since(Instant::now());
+        let (end, timeout) = self.end.get();
+        let left = end.saturating_duration_since(now);
         if left.is_zero() {
-            return Err(ControlFault::Late(self.timeout));
+            return Err(ControlFault::Late(timeout));
         }
-        Ok(if self.interrupted.is_some() { left.min(STEP) } else { left })
+        Ok(if self.interrupted.get().is_some() { left.min(STEP) } else { left })
     }
-}
-
-fn is_set(interrupted: &Interrupted) -> bool {
-    interrupted.load(Ordering::Relaxed)
 }
 
 /// Whether to try again: an interrupted call, or one whose own time is over (the deadline knows).
@@ -358,7 +371,7 @@ fn send(
     head: &str,
     body: &[u8],
     fds: &[BorrowedFd<'_>],
-    deadline: Deadline<'_>,
+    deadline: &Deadline<'_>,
 ) -> Result<(), ControlFault> {
     // A socket, and a queue of a TAP for each pair.
     const MAX_FDS: usize = 1 + rtvirtio_spec::serve::MAX_PAIRS as usize;
@@ -392,7 +405,7 @@ fn receive(
     mut stream: &UnixStream,
     answer: &mut Vec<u8>,
     limit: usize,
-    deadline: Deadline<'_>,
+    deadline: &Deadline<'_>,
 ) -> Result<bool, ControlFault> {
     let mut chunk = [0; CHUNK];
     loop {
@@ -564,12 +577,8 @@ mod tests {
     }
 
     #[test]
-    fn interrupted_request_ends_at_once_and_a_later_one_soon() {
-        let directory = tempfile::tempdir().unwrap();
-        let socket = directory.path().join("s");
-        let listener = UnixListener::bind(&socket).unwrap();
-        let interrupted = Arc::new(Interrupted::new(false));
-        let client = ControlClient::new(socket).with_interrupt(Some(Arc::clone(&interrupted)));
+    fn interrupted_request_ends_at_once_and_none_is_begun_later() {
+        let (client, interrupted, listener, _directory) = silent();
         let begun = Instant::now();
         let fault = thread::scope(|scope| {
             let asking = scope.spawn(|| client.snapshot().unwrap_err());
@@ -579,9 +588,32 @@ mod tests {
             asking.join().unwrap()
         });
         assert!(matches!(fault, ControlFault::Interrupted), "{fault:?}");
-        let later = client.snapshot().unwrap_err();
-        assert!(matches!(later, ControlFault::Late(time) if time == AFTER_SIGNAL), "{later:?}");
         assert!(begun.elapsed() < REQUEST_TIME / 2, "{:?}", begun.elapsed());
+        assert!(matches!(client.snapshot(), Err(ControlFault::Interrupted)));
+        listener.set_nonblocking(true).unwrap();
+        assert_eq!(listener.accept().unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    }
+
+    #[test]
+    fn request_that_puts_back_has_its_time_after_a_signal() {
+        let (client, interrupted, _listener, _directory) = silent();
+        let grace = Duration::from_millis(150);
+        let client = client.with_grace(grace);
+        let begun = Instant::now();
+        interrupted.store(true, Ordering::Relaxed);
+        let late = client.snapshot().unwrap_err();
+        assert!(matches!(late, ControlFault::Late(time) if time == grace), "{late:?}");
+        assert!(grace <= begun.elapsed() && begun.elapsed() < REQUEST_TIME / 2);
+    }
+
+    /// A client whose server says nothing.
+    fn silent() -> (ControlClient, Arc<Interrupted>, UnixListener, tempfile::TempDir) {
+        let directory = tempfile::tempdir().unwrap();
+        let socket = directory.path().join("s");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let interrupted = Arc::new(Interrupted::new(false));
+        let client = ControlClient::new(socket).with_interrupt(Some(Arc::clone(&interrupted)));
+        (client, interrupted, listener, directory)
     }
 
     #[test]

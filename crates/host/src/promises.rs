@@ -30,6 +30,11 @@ use crate::{Host, HostError, Step};
 /// How long a data plane may take to show what it has before something is put back: it reads and
 /// tells, and waits for no queue.
 const LOOK: Duration = Duration::from_secs(10);
+/// The same from the user's signal on.
+const LOOK_AFTER_SIGNAL: Duration = Duration::from_millis(200);
+/// How long from the user's signal on a data plane that has answered may take to put a knob back: the device may be
+/// busy with the change that was interrupted.
+const PUT_BACK_AFTER_SIGNAL: Duration = Duration::from_secs(3);
 
 /// Which of a data plane's knobs a plan is about.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -201,7 +206,9 @@ impl Host {
         let silent = |fault: &ControlFault| {
             format!("the data plane at {} does not answer: {fault}", record.control.display())
         };
-        let snapshot = match client.clone().with_timeout(LOOK).snapshot() {
+        let look = client.clone().with_timeout(LOOK).with_grace(LOOK_AFTER_SIGNAL);
+        let client = client.with_grace(PUT_BACK_AFTER_SIGNAL);
+        let snapshot = match look.snapshot() {
             Ok(snapshot) if snapshot.started_ns == record.started => snapshot,
             Ok(_) => {
                 done.skip(gone());
@@ -231,15 +238,15 @@ impl Host {
         old.sort();
         let mut is_back = true;
         for (knob, old) in old.into_iter().rev() {
-            if current.get(knob) == old.as_ref() {
-                continue;
-            }
+            // A change that nobody waited for may come yet, and then is the one before this.
+            let is_same = current.get(knob) == old.as_ref();
             let file = place(&record.control, knob);
             let text = old.clone().unwrap_or_default();
             self.step(|| Step::BeforeWrite { file: file.clone(), text: text.clone() })?;
             let written = set(&client, knob, old.as_deref());
             self.step(|| Step::AfterWrite { file: file.clone(), text: text.clone() })?;
             match written {
+                Ok(()) | Err(ControlFault::Refused { status: 404, .. }) if is_same => {}
                 Ok(()) => done.restored.push((file, text)),
                 // The disk was removed since, or others use the schedule by now.
                 Err(ControlFault::Refused { status: 404 | 409, .. }) => {

@@ -96,6 +96,11 @@ pub(crate) struct CostRecord {
 }
 
 impl DeviceRecord {
+    /// Whether its scheduler was set, or something of it.
+    pub(crate) const fn is_set(&self) -> bool {
+        self.queue.is_some() || self.cost.is_some()
+    }
+
     /// Whether it is about the device that has this [`crate::device::generation`]. One that grew
     /// keeps its `diskseq` (kernel `set_capacity_and_notify()`): the size counts without one.
     pub(crate) fn is_about(&self, (size_sectors, diskseq): (u64, Option<u64>)) -> bool {
@@ -273,9 +278,10 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// The devices that it is about.
-    pub(crate) fn named_devices(&self) -> impl Iterator<Item = (DeviceNumber, &DeviceName)> {
-        self.devices.iter().map(|(number, device)| (*number, &device.name))
+    /// The devices whose scheduler was set, or something of it.
+    pub(crate) fn set_devices(&self) -> impl Iterator<Item = (DeviceNumber, &DeviceName)> {
+        let set = self.devices.iter().filter(|(_, device)| device.is_set());
+        set.map(|(number, device)| (*number, &device.name))
     }
 
     /// Adds a cgroup's knob unless an older value is known.

@@ -225,9 +225,11 @@ impl Stack {
     pub(crate) fn beyond_reach(sysfs: &dyn Sysfs, path: &Path) -> Option<Self> {
         let mountinfo = sysfs.read(Path::new("/proc/self/mountinfo")).ok()?;
         let mounts: Vec<Mounted<'_>> = mountinfo.lines().filter_map(Mounted::parse).collect();
+        // What runs this program answers.
         let remote = |mounted: &Mounted<'_>| {
             uncontrolled(mounted.kind)
                 .filter(|why| matches!(why, Uncontrolled::Network | Uncontrolled::Fuse))
+                .filter(|_| mounted.mount != Path::new("/"))
         };
         if !path.is_absolute() || mounts.iter().all(|mounted| remote(mounted).is_none()) {
             return None;
@@ -238,15 +240,17 @@ impl Stack {
         loop {
             let mut ahead = walked.clone();
             ahead.extend(left.iter().rev().take_while(|step| *step != ".."));
-            let mounted = Mounted::deepest(&mounts, &ahead)?;
-            if let Some(why) = remote(mounted) {
-                let (kind, mount) = (mounted.kind.to_owned(), mounted.mount.clone());
-                let layers = vec![Layer::Filesystem { kind, mount }];
-                return Some(Self { layers, leaves: Vec::new(), uncontrolled: vec![why] });
-            }
-            // There is no link on the way to a mount, though another mount may be.
-            while !walked.starts_with(&mounted.mount) {
-                walked.push(left.pop()?);
+            // Below chroot(2) there may be none at `/`.
+            if let Some(mounted) = Mounted::deepest(&mounts, &ahead) {
+                if let Some(why) = remote(mounted) {
+                    let (kind, mount) = (mounted.kind.to_owned(), mounted.mount.clone());
+                    let layers = vec![Layer::Filesystem { kind, mount }];
+                    return Some(Self { layers, leaves: Vec::new(), uncontrolled: vec![why] });
+                }
+                // There is no link on the way to a mount, though another mount may be.
+                while !walked.starts_with(&mounted.mount) {
+                    walked.push(left.pop()?);
+                }
             }
             let step = left.pop()?;
             if step == ".." {
@@ -685,6 +689,18 @@ mod tests {
         }
         for path in ["/images/local", "/pool/here.img", "/images/circle", "/nowhere", "/", "a"] {
             assert_eq!(beyond(path), None, "{path}");
+        }
+        // Below a root that is no mount, as after chroot(2), and on a server's, which runs this program.
+        let server = mounts[1];
+        for (mounts, is_local) in [
+            (vec![server], true),
+            (vec!["1 0 0:40 / / rw - nfs4 server:/root rw", server], true),
+            (vec!["1 0 0:40 / / rw - nfs4 server:/root rw"], false),
+        ] {
+            std::fs::write(at("proc/self/mountinfo"), mounts.join("\n")).unwrap();
+            let beyond = |path: &str| Stack::beyond_reach(&sysfs, Path::new(path)).is_some();
+            assert_eq!(beyond("/pool/relative"), is_local, "{mounts:?}");
+            assert!(!beyond("/images/here.img"), "{mounts:?}");
         }
     }
 

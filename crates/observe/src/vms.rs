@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rtvirtio_host::interrupt::Interrupted;
@@ -145,23 +146,28 @@ pub fn at_once<T: Send, R: Send>(
     items: impl IntoIterator<Item = T>,
     work: impl Fn(T) -> R + Sync,
 ) -> Vec<R> {
-    let (mut items, work) = (items.into_iter(), &work);
-    let mut done = Vec::new();
-    loop {
-        let some: Vec<T> = items.by_ref().take(AT_ONCE).collect();
-        if some.is_empty() {
-            return done;
+    let items: Vec<T> = items.into_iter().collect();
+    let others = items.len().min(AT_ONCE).saturating_sub(1);
+    let (items, done) = (Mutex::new(items.into_iter().enumerate()), Mutex::new(Vec::new()));
+    let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let take_turns = || {
+        while let Some((index, item)) = next() {
+            let result = work(item);
+            done.lock().unwrap_or_else(PoisonError::into_inner).push((index, result));
         }
-        done.extend(std::thread::scope(|scope| {
-            let begin = |item| scope.spawn(move || work(item));
-            let running: Vec<_> = some.into_iter().map(begin).collect();
-            let joined = running.into_iter().map(|thread| match thread.join() {
-                Ok(result) => result,
-                Err(panic) => std::panic::resume_unwind(panic),
-            });
-            joined.collect::<Vec<R>>()
-        }));
-    }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..others {
+            // Where no more threads can be made, those that there are do the work.
+            if std::thread::Builder::new().spawn_scoped(scope, &take_turns).is_err() {
+                break;
+            }
+        }
+        take_turns();
+    });
+    let mut done = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+    done.sort_unstable_by_key(|(index, _)| *index);
+    done.into_iter().map(|(_, result)| result).collect()
 }
 
 /// What is known of the VMs of these processes, several of which are asked at the same time; of those

@@ -11,17 +11,33 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::sync::OnceLock;
 
 use rtvirtio_units::Nanos;
 
 use super::connection::{poll_property, start_of};
 use super::files::{GuestFiles, queue_file};
 use super::{ANSWER, GuestFault, LOOK, at_once, place, process_of};
-use crate::qemu::{Deadline, Fault, Monitor, QemuError};
+use crate::qemu::{Deadline, Fault, Monitor, QemuError, QemuProcess};
 use crate::record::{GuestDiskRecord, GuestRecord};
 use crate::restoration::{Restoration, Skipped};
 use crate::restore::{QueueFiles, restore_queue};
 use crate::{Host, HostError, Step};
+
+/// What is left of `record` if another QEMU of the VM's name was started with a guest that had run before. Whether
+/// it is the same guest, its boot id tells.
+fn resumed(
+    record: &GuestRecord,
+    processes: &[QemuProcess],
+) -> Option<Result<GuestRecord, GuestFault>> {
+    let process = match process_of(processes, &record.vm) {
+        Ok(process) if process.is_resumed => process,
+        Ok(_) | Err(GuestFault::NotRunning) => return None,
+        Err(fault) => return Some(Err(fault)),
+    };
+    let agent = Some(process.agent_address()?);
+    Some(Ok(GuestRecord { agent, poll_max: BTreeMap::new(), ..record.clone() }))
+}
 
 impl Host {
     /// Puts back what `records` hold, as far as it goes; gives those of which something is left.
@@ -31,9 +47,14 @@ impl Host {
         done: &mut Restoration,
     ) -> Result<Vec<GuestRecord>, HostError> {
         let mut left = Vec::new();
-        for (record, result) in
-            records.iter().zip(at_once(records, |record| self.restore_guest(record)))
-        {
+        // Asked for only where a guest's own process has gone, and then once for all of them.
+        let listed = OnceLock::new();
+        let processes = || {
+            listed
+                .get_or_init(|| crate::qemu::discover::processes(&*self.sysfs).unwrap_or_default())
+        };
+        let restore = |record: &GuestRecord| self.restore_guest(record, || processes().as_slice());
+        for (record, result) in records.iter().zip(at_once(records, restore)) {
             let of_vm = result?;
             left.extend((!of_vm.failures.is_empty()).then(|| record.clone()));
             done.restored.extend(of_vm.restored);
@@ -43,7 +64,11 @@ impl Host {
         Ok(left)
     }
 
-    fn restore_guest(&self, record: &GuestRecord) -> Result<Restoration, HostError> {
+    fn restore_guest<'a>(
+        &self,
+        record: &GuestRecord,
+        processes: impl Fn() -> &'a [QemuProcess],
+    ) -> Result<Restoration, HostError> {
         let mut done = Restoration::default();
         let runs = || start_of(&*self.sysfs, record.pid) == Some(record.started);
         if runs() {
@@ -53,24 +78,14 @@ impl Host {
         // It may have gone meanwhile.
         if !runs() {
             done.failures.clear();
-            match self.resumed(record) {
-                Some(resumed) => self.restore_disks(&resumed, &mut done)?,
+            let resumed = if record.disks.is_empty() { None } else { resumed(record, processes()) };
+            match resumed {
+                Some(Ok(resumed)) => self.restore_disks(&resumed, &mut done)?,
+                Some(Err(fault)) => done.failures.push(failure(record, &fault)),
                 None => done.skip(Skipped::Vm { vm: record.vm.clone() }),
             }
         }
         Ok(done)
-    }
-
-    /// What is left of `record` if another QEMU of the VM's name was started with a guest that had run before. Whether
-    /// it is the same guest, its boot id tells.
-    fn resumed(&self, record: &GuestRecord) -> Option<GuestRecord> {
-        if record.disks.is_empty() {
-            return None;
-        }
-        let processes = crate::qemu::discover::processes(&*self.sysfs).ok()?;
-        let process = process_of(&processes, &record.vm).ok().filter(|p| p.is_resumed)?;
-        let agent = Some(process.agent_address()?);
-        Some(GuestRecord { agent, poll_max: BTreeMap::new(), ..record.clone() })
     }
 
     fn restore_polling(

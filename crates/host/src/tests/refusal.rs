@@ -3,6 +3,7 @@
 use rustix::io::Errno;
 
 use super::*;
+use crate::journal::Lock;
 
 const QUEUE: &str = "/sys/dev/block/8:0/queue";
 
@@ -188,13 +189,14 @@ fn apply_while_another_waits_to_be_confirmed_is_refused() {
     bed.host.rollback().unwrap();
 }
 
-/// A calibration of the disk, which has set another scheduler.
-fn calibrating(bed: &Bed) -> Host {
+/// A calibration of the disk, which has set another scheduler, as long as the lock is kept.
+fn calibrating(bed: &Bed) -> (Host, Lock) {
     let calibration = Host::with_sysfs(bed.state.path().join("bench"), bed.fake.clone());
+    let lock = calibration.state.lock_within("in-use", Duration::ZERO).unwrap();
     let (observed, changes) = bed.changes_to(&wanted_with(Scheduler::Kyber));
     let options = ApplyOptions::default();
     assert!(calibration.apply(&bed.topology, &observed, &changes, options).unwrap().written > 0);
-    calibration
+    (calibration, lock)
 }
 
 #[test]
@@ -203,7 +205,7 @@ fn device_that_is_measured_is_neither_set_nor_put_back() {
     let before = bed.snapshot();
     bed.apply(&wanted()).unwrap();
     let applied = bed.snapshot();
-    let calibration = calibrating(&bed);
+    let (calibration, _lock) = calibrating(&bed);
     let measured = bed.snapshot();
     for error in [bed.apply(&wanted()).unwrap_err(), bed.host.rollback().unwrap_err()] {
         let HostError::Measured { device: found, pid } = &error else { panic!("{error}") };
@@ -245,20 +247,46 @@ fn expired_apply_is_reverted_once_its_device_is_not_measured_any_more() {
     let bed = Bed::new(true, "none");
     let before = bed.snapshot();
     bed.apply_with(&wanted(), short()).unwrap();
-    let calibration = calibrating(&bed);
+    let (calibration, _lock) = calibrating(&bed);
     std::thread::sleep(Duration::from_millis(40));
     let measured = bed.snapshot();
     assert!(matches!(bed.host.confirm(), Err(HostError::Measured { .. })));
-    let (meanwhile, outcome) = std::thread::scope(|scope| {
+    bed.host.verify(&bed.topology, &Knobs::new()).unwrap();
+    let outcome = std::thread::scope(|scope| {
         let watchdog = scope.spawn(|| bed.host.revert_unless_confirmed());
-        std::thread::sleep(Duration::from_millis(100));
-        let meanwhile = bed.snapshot();
+        // Long enough for it to look, and to look again.
+        std::thread::sleep(Duration::from_millis(700));
+        assert_eq!(bed.snapshot(), measured);
         calibration.rollback().unwrap();
-        (meanwhile, watchdog.join().unwrap().unwrap())
+        watchdog.join().unwrap().unwrap()
     });
-    assert_eq!(meanwhile, measured);
     assert!(matches!(outcome, WatchdogOutcome::Reverted(_)));
     assert_eq!(bed.snapshot(), before);
+}
+
+#[test]
+fn what_a_calibration_that_has_died_left_is_put_back_first() {
+    for reverts in [false, true] {
+        let bed = Bed::new(true, "none");
+        let before = bed.snapshot();
+        bed.apply_with(&wanted(), if reverts { short() } else { ApplyOptions::default() }).unwrap();
+        let applied = bed.snapshot();
+        let (calibration, lock) = calibrating(&bed);
+        drop(lock);
+        if reverts {
+            std::thread::sleep(Duration::from_millis(40));
+            let outcome = bed.host.revert_unless_confirmed().unwrap();
+            assert!(matches!(outcome, WatchdogOutcome::Reverted(_)));
+        } else {
+            // What this one had seen was the calibration's.
+            let stale = bed.apply(&wanted()).unwrap_err();
+            assert!(matches!(stale, HostError::Stale { .. }), "{stale}");
+            assert_eq!(bed.snapshot(), applied);
+            bed.host.rollback().unwrap();
+        }
+        assert_eq!(bed.snapshot(), before);
+        assert_eq!(calibration.rollback().unwrap(), RollbackOutcome::Nothing);
+    }
 }
 
 #[test]

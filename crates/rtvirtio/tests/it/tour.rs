@@ -324,7 +324,7 @@ impl Site {
             "rtvirtio plan /edited.toml -o /site.plan || case $? in 2|3) ;; *) exit 1 ;; esac",
         );
         assert!(planned.contains("write limit"), "{planned}");
-        self.run(0, "rtvirtio apply /site.plan");
+        self.run(0, "rtvirtio apply --force /site.plan");
         let limits = |vm: usize| format!("'/sys/fs/cgroup/machine.slice/{}/io.max'", VMS[vm].1);
         for vm in [2, 6] {
             let limit = self.run(0, &format!("cat {}", limits(vm)));
