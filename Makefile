@@ -75,8 +75,9 @@ test: setup ## The tests but those that boot guests and Python's: 12 min with th
 	RTVIRTIO_TEST_WITHOUT_GUESTS=1 cargo test --workspace --exclude rtvirtio-py --all-features --locked \
 		--no-fail-fast
 
-# The modules of tests/it that boot guests; `make test` names each test that it leaves out.
-GUEST_TESTS := cgroup2:: guest:: guest_knobs:: libvirt:: network:: nic:: nvme:: operator:: storage:: systemd:: tour:: \
+# The modules of tests/it that boot guests; `make test` names each test that it leaves out. They run by their names, so that what takes
+# longest (cgroup2_host) is not last.
+GUEST_TESTS := cgroup2:: cgroup2_host:: guest:: guest_knobs:: libvirt:: network:: nic:: nvme:: operator:: storage:: systemd:: \
 	$(addprefix dataplane::,control crash device ioprio migration qemu uml) real_guest
 
 test-guests: setup ## The tests that boot guests, by QEMU, libvirt and User Mode Linux: 15 min after make test
@@ -85,7 +86,7 @@ test-guests: setup ## The tests that boot guests, by QEMU, libvirt and User Mode
 	@scripts/libvirt $(LIBVIRT) || echo "tests: without libvirt"
 	@scripts/libvirt $(LIBVIRT)-12 forky || echo "tests: without libvirt 12"
 	@scripts/uml $(UML) || echo "tests: without User Mode Linux"
-	cargo test --workspace --all-features --locked --no-fail-fast --test it -- $(GUEST_TESTS)
+	cargo test --workspace --exclude rtvirtio-py --all-features --locked --no-fail-fast --test it -- $(GUEST_TESTS)
 
 # Suites of others, each in a lane of its own: docs/results has what came of them.
 test-qos: setup build guest ## QEMU's own tests of vhost-user-blk (qos-test, from Debian's source package): 8 min at first (root)

@@ -3,6 +3,7 @@
 mod archive;
 mod bench_iocores;
 mod cgroup2;
+mod cgroup2_host;
 mod cli;
 mod ctl;
 mod dataplane;
@@ -23,13 +24,11 @@ mod operator;
 mod packaging;
 mod readme;
 mod reference;
-
 mod run;
 mod scratch_disk;
 mod simulate;
 mod storage;
 mod systemd;
-mod tour;
 mod traps;
 mod tree;
 mod watch_data_plane;
