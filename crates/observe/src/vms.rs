@@ -159,7 +159,7 @@ pub fn at_once<T: Send, R: Send>(
     std::thread::scope(|scope| {
         for _ in 0..others {
             // Where no more threads can be made, those that there are do the work.
-            if std::thread::Builder::new().spawn_scoped(scope, &take_turns).is_err() {
+            if std::thread::Builder::new().spawn_scoped(scope, take_turns).is_err() {
                 break;
             }
         }
