@@ -56,6 +56,7 @@ uml: ## User Mode Linux for tests: unpacked, not installed
 
 # Guests are for hosts whose KVM runs them, or for DEMO_FLAGS="--guests qemu".
 demo: ## Baselines and rtvirtio side by side on a scratch disk: 3 min after the build (root; DEMO_FLAGS=...)
+	@[[ $$EUID -eq 0 ]] || { echo "demo: scratch disks and cgroups need root: make build, then sudo $(RTVIRTIO)-lab demo" >&2; exit 1; }
 	@echo "demo: some 10 min on 2 cores with the build, 3 min without"
 	@scripts/setup run
 	@case "$$(ls /dev/kvm 2>/dev/null) $(DEMO_FLAGS)" in \

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rtvirtio import _core, grid
-from rtvirtio.types import Condition, Length
+from rtvirtio.types import Condition, Length, Priority
 
 Floats = npt.NDArray[np.float64]
 
@@ -103,9 +103,21 @@ def rows_of_cells(cells: Iterable[dict[str, Any]]) -> Rows:
             specification = _core.case(key["case"], key["tier"], key["neighbour"], window)
             [(name, settings)] = cell["settings"].items()
             length: Length = {"at_least": window, "at_most": window}
+            path = grid.Settings("host")
             condition = _core.condition(
-                specification, settings, name, _core.device(cell["device"]), length, key["repetition"]
+                specification,
+                settings,
+                name,
+                _core.device(cell["device"]),
+                length,
+                key["repetition"],
+                nesting=path.nesting,
+                transport_ns=round(path.transport * 1000),
+                software_ns=round(path.software * 1000),
+                priorities={vm: _priority(text) for vm, text in cell.get("ioprio", {}).items()},
             )
+            # Its campaign has bfq alone: one that goes on from cell to cell.
+            condition["seasoned"] = key["scheme"].startswith("condition")
             places = {
                 (vm["name"], task["name"]): (i, j)
                 for i, vm in enumerate(tomllib.loads(specification)["vm"])
@@ -119,6 +131,12 @@ def rows_of_cells(cells: Iterable[dict[str, Any]]) -> Rows:
             yield condition, tails
 
     return _rows(found())
+
+
+def _priority(text: str) -> Priority:
+    """What a cell says of a VM's I/O class, ``rt/0``, as a condition has it."""
+    kind, level = text.split("/")
+    return {{"rt": "real-time", "be": "best-effort"}[kind]: int(level)}
 
 
 def _rows(found: Iterable[tuple[Condition, list[Tail]]]) -> Rows:

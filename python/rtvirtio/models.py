@@ -181,10 +181,15 @@ class High(Fitted):
 
 def lateness(profile: Profile) -> float:
     """What the profile's machine adds to the p99.9 of a VM alone on the idle device, s: its first probe
-    beside the simulator.
+    beside the simulator, which has the device of the profile's label.
+
+    Raises ``ValueError`` if that is no reference device.
     """
     fit: Any = profile["structural"]
-    alone = _core.simulate(grid.one(scheduler={"name": "none"}))
+    device: Any = profile["device"]
+    condition = grid.one(scheduler={"name": "none"})
+    condition["device"] = _core.device(device["model"])
+    alone = _core.simulate(condition)
     *_, heavy = alone["vms"][0]
     judged = heavy["judged"]
     assert judged is not None

@@ -28,7 +28,9 @@ def ids(out: Path) -> Counter[str]:
 
 
 def wait_for_parts(out: Path, count: int, process: subprocess.Popen[str] | None = None) -> None:
+    end = time.monotonic() + 300
     while len(list(out.glob("part-*.parquet"))) < count:
+        assert time.monotonic() < end, "no parts"
         assert process is None or process.poll() is None, "it ended before it was to be stopped"
         time.sleep(0.01)
 

@@ -301,12 +301,12 @@ enum Kept {
 
 /// How many probes a calibration has where tasks deliver what they should.
 fn probes(device: &dyn DeviceUnderTest, depth: Depth) -> usize {
-    let has_iocost = device.has_iocost();
+    let (room, has_iocost) = (Room::of(device), device.has_iocost());
     let probes = |stage: &Stage| match stage.regime {
         Some(Regime::Controlled) if !has_iocost => 0,
         Some(Regime::Controlled) => PROBES_OF_IOCOST,
         Some(_) => PROBES_OF_A_REGIME,
-        None => stage.settings.len(),
+        None => stage.settings.iter().filter(|&&setting| room.fit(setting).is_some()).count(),
     };
     stages(depth).iter().map(probes).sum()
 }
@@ -403,6 +403,9 @@ fn calibrate(
         }
     };
     tell(&room, &progress);
+    if let Some(said) = room.describe_absent() {
+        progress.note(&format!("calibrate: {said}"));
+    }
     let mut stopped = 0;
     while let Some(setting) = next(depth, &room, &runs, &capacity) {
         if room.give_way(device, &capacity) {

@@ -33,7 +33,7 @@ use rtvirtio_units::{Bytes, Nanos};
 
 use crate::calibration::idles;
 use crate::device;
-use crate::load::{Cgroups, Measurement};
+use crate::load::{Cgroups, Measurement, fio};
 use crate::neighbours::{GaveUp, NeighbourTarget, Neighbours, OtherLoad};
 use crate::observed::disk_of;
 use crate::testbed::{DeviceUnderTest, Testbed, Work};
@@ -252,7 +252,7 @@ impl DiskInUse {
     ///
     /// # Errors
     /// The location lies on no disk of this host, or on several; there is no room, or somebody uses the volume; a
-    /// target is of a VM that does not run; the user interrupts.
+    /// target is of a VM that does not run; there is no fio; the user interrupts.
     pub fn new(
         host: Host,
         location: &Location,
@@ -272,6 +272,7 @@ impl DiskInUse {
             leaf.name,
             unknown.join(", ")
         );
+        fio::check()?;
         let mut testbed = Testbed::new(&leaf.node(), &leaf.name)?;
         let scheduler = if probes_schedulers {
             testbed.scheduler()

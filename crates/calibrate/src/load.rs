@@ -217,7 +217,8 @@ fn written_sectors(device: &Path) -> Result<u64> {
     Ok(fields.get(2).unwrap_or(&0) + fields.get(6).unwrap_or(&0))
 }
 
-/// CPU time so far, in ticks of 1/100 s (`/proc/stat`).
+/// CPU time so far of the CPUs that this process may use, in ticks of 1/100 s (`/proc/stat`): what VMs do on CPUs of their own
+/// takes nothing from what is measured here.
 pub struct MachineSample {
     at: Instant,
     busy: u64,
@@ -230,12 +231,10 @@ impl MachineSample {
     /// # Errors
     /// If `/proc/stat` cannot be read.
     pub fn now() -> Result<Self> {
+        let usable = rustix::thread::sched_getaffinity(None)?;
         let text = std::fs::read_to_string("/proc/stat")?;
-        let first = text.lines().next().unwrap_or_default();
-        let t: Vec<u64> = first.split_whitespace().skip(1).filter_map(|f| f.parse().ok()).collect();
-        ensure!(t.len() >= 8, "/proc/stat has no CPU line");
-        // user nice system idle iowait irq softirq steal
-        Ok(Self { at: Instant::now(), busy: t[0] + t[1] + t[2] + t[5] + t[6], steal: t[7] })
+        let (busy, steal) = cpu_time(&text, |cpu| usable.is_set(cpu));
+        Ok(Self { at: Instant::now(), busy, steal })
     }
 
     /// What the machine did since.
@@ -250,8 +249,40 @@ impl MachineSample {
         let load1 = load.split_whitespace().next().and_then(|l| l.parse().ok()).unwrap_or(0.0);
         Ok(Machine {
             load1,
-            busy_cores: cores(now.busy - self.busy),
-            steal_cores: cores(now.steal - self.steal),
+            busy_cores: cores(now.busy.saturating_sub(self.busy)),
+            steal_cores: cores(now.steal.saturating_sub(self.steal)),
         })
+    }
+}
+
+/// Ticks that some CPUs were busy, and that a hypervisor took from them, by `/proc/stat`.
+fn cpu_time(text: &str, is_one: impl Fn(usize) -> bool) -> (u64, u64) {
+    let (mut busy, mut steal) = (0, 0);
+    for line in text.lines() {
+        let mut fields = line.split_whitespace();
+        let cpu = fields.next().and_then(|name| name.strip_prefix("cpu")?.parse().ok());
+        if !cpu.is_some_and(&is_one) {
+            continue;
+        }
+        let t: Vec<u64> = fields.filter_map(|field| field.parse().ok()).collect();
+        // user nice system idle iowait irq softirq steal
+        if let [user, nice, system, _, _, irq, softirq, stolen, ..] = t[..] {
+            busy += user + nice + system + irq + softirq;
+            steal += stolen;
+        }
+    }
+    (busy, steal)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_of_cpus_that_are_not_used_does_not_count() {
+        let text = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 1 2 3 50 60 4 5 6 0 0\ncpu1 100 0 0 0 0 0 0 70 0 0\nintr 5\n";
+        assert_eq!(cpu_time(text, |cpu| cpu == 0), (15, 6));
+        assert_eq!(cpu_time(text, |_| true), (115, 76));
+        assert_eq!(cpu_time(text, |cpu| cpu > 1), (0, 0));
     }
 }

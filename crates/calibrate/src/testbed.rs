@@ -39,6 +39,7 @@ pub struct Testbed {
     keeps_device_knobs: bool,
     /// Set if the device has no other.
     only_scheduler: Option<Scheduler>,
+    schedulers: Vec<String>,
     _lock: File,
 }
 
@@ -74,6 +75,11 @@ pub trait DeviceUnderTest {
     /// The scheduler that the device has, if it is to keep it.
     fn scheduler(&self) -> Option<Scheduler> {
         None
+    }
+
+    /// The kernel's names of the schedulers that the device can have.
+    fn schedulers(&self) -> Vec<String> {
+        self.testbed().schedulers.clone()
     }
 
     /// Whether iocost may be tried on it.
@@ -144,6 +150,7 @@ impl Testbed {
         let (host, lock) = take_host()?;
         let mount = host.cgroup_version()?.mount().to_owned();
         let only_scheduler = host.has_no_scheduler(device)?.then_some(Scheduler::None);
+        let schedulers = host.schedulers(device)?;
         let name = DeviceName::new("scratch")?;
         let device =
             Device { name, path: device.to_owned(), profile: PathBuf::from("profile.json") };
@@ -154,6 +161,7 @@ impl Testbed {
             mount,
             keeps_device_knobs: false,
             only_scheduler,
+            schedulers,
             _lock: lock,
         })
     }

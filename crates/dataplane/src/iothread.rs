@@ -222,6 +222,14 @@ fn ring(completions: u32) -> std::io::Result<IoUring> {
     build(true).or_else(|_| build(false))
 }
 
+/// Whether the kernel gives this process such a ring as each IOThread has.
+///
+/// # Errors
+/// It does not.
+pub fn try_ring() -> std::io::Result<()> {
+    ring(COMPLETIONS).map(drop)
+}
+
 impl IoThread {
     /// Must be called on the thread that runs it: the ring has one issuer.
     ///

@@ -28,7 +28,7 @@ pub mod vcpus;
 
 pub use call::{Call, CallError, Caller};
 pub use fixed::FixedBuffers;
-pub use iothread::{PinError, Polling};
+pub use iothread::{PinError, Polling, try_ring};
 pub use key::QueueKey;
 pub use pool::{MoveError, Pool, PoolError, ThreadId};
 pub use queue::{Broken, Queue, QueueSetup, SlotsSetup};

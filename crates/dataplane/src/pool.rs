@@ -41,6 +41,9 @@ pub enum PoolError {
     /// The thread does not start.
     #[error("cannot start an IOThread")]
     Start(#[source] std::io::Error),
+    /// It has no ring. The text has the remedy, since nobody who starts a service sees a hint.
+    #[error("an IOThread needs io_uring ({})", remedy(.0))]
+    Ring(#[source] std::io::Error),
     /// There is no such thread.
     #[error("there is no such IOThread")]
     NoThread,
@@ -59,6 +62,19 @@ pub enum PoolError {
     /// Nor is there a place for it.
     #[error("there are too many queues")]
     TooMany,
+}
+
+/// What helps where the kernel refuses a ring.
+fn remedy(error: &std::io::Error) -> &'static str {
+    use rustix::io::Errno;
+    match Errno::from_io_error(error) {
+        Some(Errno::PERM | Errno::ACCESS | Errno::NOSYS) => {
+            "see that `sysctl kernel.io_uring_disabled` is 0 and that no seccomp filter, such as \
+             a container's, refuses it; `rtvirtio doctor` tells which"
+        }
+        Some(Errno::NOMEM) => "raise RLIMIT_MEMLOCK: `ulimit -l`, or LimitMEMLOCK= in the unit",
+        _ => "`rtvirtio doctor` tries it",
+    }
 }
 
 /// Why a queue does not move.
@@ -142,7 +158,7 @@ impl Pool {
     /// Starts a thread, named for `ps` and `top`.
     ///
     /// # Errors
-    /// [`PoolError::Start`]: no thread, or no io_uring.
+    /// [`PoolError::Start`]: no thread; [`PoolError::Ring`]: no io_uring.
     pub fn add_thread(&self, name: &str, polling: Polling) -> Result<ThreadId, PoolError> {
         let (mail, messages) = mailbox().map_err(|e| PoolError::Start(e.into()))?;
         let stats = Arc::new(IoThreadStats::watched_by(Arc::clone(&self.watchdog)));
@@ -169,7 +185,7 @@ impl Pool {
         let tid = start
             .recv()
             .unwrap_or_else(|_| Err(std::io::ErrorKind::Other.into()))
-            .map_err(PoolError::Start)?;
+            .map_err(PoolError::Ring)?;
         let mut state = lock(&self.state);
         state.next_thread += 1;
         let id = ThreadId(state.next_thread);

@@ -351,8 +351,10 @@ const fn seen(port: u16, now: u32) -> u64 {
     (now as u64) << 32 | port as u64
 }
 
+/// One thread's second may be behind another's: what was seen in the next one is new.
 const fn is_old(seen: u64, now: u32) -> bool {
-    now.wrapping_sub((seen >> 32) as u32) > AGEING_SECONDS
+    let age = now.wrapping_sub((seen >> 32) as u32) as i32;
+    age > AGEING_SECONDS as i32
 }
 
 impl Learned {
@@ -473,6 +475,13 @@ mod tests {
 
     fn port(last: u8, vlans: Vlans) -> Port {
         Port { mac: mac(last), vlans, anti_spoofing: true }
+    }
+
+    #[test]
+    fn address_that_was_seen_in_a_later_second_is_new() {
+        assert!(!is_old(seen(0, 11), 10));
+        assert!(!is_old(seen(0, u32::MAX), 3) && !is_old(seen(0, 3), u32::MAX));
+        assert!(!is_old(seen(0, 7), 7 + AGEING_SECONDS) && is_old(seen(0, 7), 8 + AGEING_SECONDS));
     }
 
     /// Goes in at a port: where to.

@@ -1,18 +1,21 @@
 //! What a host can do for rtvirtio, what it cannot, and what would help.
 //!
-//! Probes only read; none boots a guest or changes a knob. A module that is on
-//! disk but not loaded counts: the kernel loads a scheduler when it is selected.
+//! Probes only read; none boots a guest or changes a knob. The ring that [`io_uring`] is about is
+//! set up by its caller. A module that is on disk but not loaded counts: the kernel loads a
+//! scheduler when it is selected.
 //!
 //! Property: `probe_names_each_capability_once`,
 //! `bfq_as_module_on_disk_is_degraded`, `limits_on_v2_need_io_enabled_below_the_root`,
-//! `missing_capability_has_a_remedy`.
+//! `missing_capability_has_a_remedy`, `ring_that_is_refused_is_told_apart_by_who_refuses_it`.
 
 pub mod nics;
 
 use std::collections::BTreeSet;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use rustix::io::Errno;
 use rustix::process::{Resource, geteuid, getrlimit};
 use serde::Serialize;
 
@@ -50,7 +53,7 @@ const CAP_SYS_NICE: u32 = 23;
 /// What io_uring's registered buffers may need; a round figure, not a measured one.
 const MEMLOCK_BYTES: u64 = 64 << 20;
 
-/// Probes the host; what depends on a data plane is in [`nics::probe`].
+/// Probes the host; what depends on a data plane is in [`nics::probe`] and [`io_uring`].
 #[must_use]
 pub fn probe(host: &Host) -> Vec<Finding> {
     let sysfs = &*host.sysfs;
@@ -59,7 +62,6 @@ pub fn probe(host: &Host) -> Vec<Finding> {
     findings.extend(schedulers(sysfs, &host.kernel_release().unwrap_or_default()));
     findings.push(limits(sysfs, version.as_ref()));
     findings.push(io_cost(sysfs, version.as_ref()));
-    findings.push(io_uring(sysfs));
     findings.push(file(sysfs, "fuse", "/dev/fuse", "load the module: `modprobe fuse`"));
     findings.push(file(sysfs, "loop", "/dev/loop-control", "load the module: `modprobe loop`"));
     findings.push(fio());
@@ -191,15 +193,40 @@ fn io_cost(sysfs: &dyn Sysfs, version: Option<&CgroupVersion>) -> Finding {
     }
 }
 
-fn io_uring(sysfs: &dyn Sysfs) -> Finding {
-    let path = "/proc/sys/kernel/io_uring_disabled";
-    let text = sysfs.read(Path::new(path)).unwrap_or_default();
-    let remedy = "`sysctl kernel.io_uring_disabled=0`";
-    match text.trim() {
-        "0" => ok("io_uring", "enabled"),
-        "1" => degraded("io_uring", "for root and io_uring_group only", remedy),
-        "2" => missing("io_uring", "disabled by sysctl", remedy),
-        _ => degraded("io_uring", format!("no {path}: cannot tell"), "needs kernel 5.6 or later"),
+/// Whether a data plane can have its rings, by what came of setting one up: the sysctl tells nothing
+/// of filters, and older kernels have none.
+#[must_use]
+pub fn io_uring(host: &Host, ring: io::Result<()>) -> Finding {
+    const NAME: &str = "io_uring";
+    const ALLOW: &str = "`sysctl kernel.io_uring_disabled=0`";
+    let read = |path: &str| host.sysfs.read(Path::new(path)).unwrap_or_default();
+    let disabled = read("/proc/sys/kernel/io_uring_disabled");
+    let Err(error) = ring else {
+        return match disabled.trim() {
+            "1" => degraded(NAME, "for root and io_uring_group only", ALLOW),
+            _ => ok(NAME, "a ring was set up"),
+        };
+    };
+    let status = read("/proc/self/status");
+    let is_filtered = status.lines().any(|line| line.split_whitespace().eq(["Seccomp:", "2"]));
+    match (Errno::from_io_error(&error), disabled.trim()) {
+        (Some(Errno::PERM), "2") => missing(NAME, "disabled by sysctl", ALLOW),
+        (Some(Errno::PERM | Errno::NOSYS), _) if is_filtered => missing(
+            NAME,
+            format!("a seccomp filter refuses it: {error}"),
+            "let the container's filter pass io_uring_setup, io_uring_enter and io_uring_register \
+             (`--security-opt seccomp=PROFILE`), or run on the host",
+        ),
+        (Some(Errno::PERM), "1") => missing(NAME, "for root and io_uring_group only", ALLOW),
+        (Some(Errno::NOSYS), _) => {
+            missing(NAME, "not in this kernel", "needs kernel 5.6 or later with CONFIG_IO_URING=y")
+        }
+        (Some(Errno::NOMEM), _) => missing(
+            NAME,
+            format!("no memory for a ring: {error}"),
+            "raise RLIMIT_MEMLOCK: `ulimit -l`, or LimitMEMLOCK= in the unit",
+        ),
+        _ => missing(NAME, format!("no ring: {error}"), "let this process call io_uring_setup"),
     }
 }
 
@@ -370,5 +397,32 @@ mod tests {
         assert!(findings.iter().all(|f| f.status == Status::Ok || f.remedy.is_some()));
         assert_eq!(status(&findings, "cgroup"), Status::Missing);
         assert_eq!(status(&findings, "block-trace"), Status::Missing);
+    }
+
+    #[test]
+    fn ring_that_is_refused_is_told_apart_by_who_refuses_it() {
+        let of = |disabled: &str, seccomp: &str, ring: Result<(), Errno>| {
+            let sysfs = FakeSysfs::bare();
+            sysfs.put("/proc/sys/kernel/io_uring_disabled", disabled);
+            sysfs.put("/proc/self/status", &format!("Name:\tx\nSeccomp:\t{seccomp}\n"));
+            let host = Host::with_sysfs("/nonexistent", Arc::new(sysfs));
+            let found = io_uring(&host, ring.map_err(io::Error::from));
+            (found.status, format!("{}; {}", found.detail, found.remedy.unwrap_or_default()))
+        };
+        assert_eq!(of("0\n", "0", Ok(())).0, Status::Ok);
+        assert_eq!(of("", "0", Ok(())).0, Status::Ok);
+        assert_eq!(of("1\n", "0", Ok(())).0, Status::Degraded);
+        for (disabled, seccomp, errno, words) in [
+            ("2\n", "2", Errno::PERM, "by sysctl"),
+            ("1\n", "0", Errno::PERM, "io_uring_group"),
+            ("0\n", "2", Errno::PERM, "seccomp filter"),
+            ("", "2", Errno::NOSYS, "seccomp filter"),
+            ("", "0", Errno::NOSYS, "CONFIG_IO_URING"),
+            ("0\n", "0", Errno::NOMEM, "RLIMIT_MEMLOCK"),
+            ("0\n", "0", Errno::ACCESS, "no ring"),
+        ] {
+            let (status, text) = of(disabled, seccomp, Err(errno));
+            assert!(status == Status::Missing && text.contains(words), "{errno:?}: {text}");
+        }
     }
 }

@@ -363,6 +363,15 @@ impl HostError {
             {
                 "run as root".to_owned()
             }
+            // A host's own root has no processes in its way, and is writable.
+            Self::Cgroup { source, .. }
+                if matches!(
+                    source.kind(),
+                    io::ErrorKind::ResourceBusy | io::ErrorKind::ReadOnlyFilesystem
+                ) =>
+            {
+                "a container's cgroups do not allow it: run on the host, or give the container the host's (`--cgroupns=host -v /sys/fs/cgroup:/sys/fs/cgroup`)".to_owned()
+            }
             Self::Trace { source, .. } if denied(source) => {
                 "run as root; a kernel in lockdown mode refuses root too".to_owned()
             }
@@ -458,7 +467,26 @@ impl HostError {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+    use std::sync::Arc;
+
+    use rustix::io::Errno;
+
     use super::*;
+    use crate::Host;
+    use crate::fake::FakeSysfs;
+
+    #[test]
+    fn cgroups_of_a_container_are_hinted_at() {
+        for errno in [Errno::BUSY, Errno::ROFS] {
+            let state = tempfile::tempdir().unwrap();
+            let fake = FakeSysfs::v2();
+            fake.refuse("/sys/fs/cgroup/cgroup.subtree_control", errno);
+            let host = Host::with_sysfs(state.path(), Arc::new(fake));
+            let error = host.create_cgroup(Path::new("rtvirtio/run/a")).unwrap_err();
+            assert!(error.hint().unwrap().contains("--cgroupns=host"), "{error}");
+        }
+    }
 
     #[test]
     fn scope_whose_escapes_were_read_by_toml_is_hinted_at() {

@@ -57,10 +57,15 @@ mod _core {
     /// How long a condition is simulated if each task delivers its rate, warm-up and all, ns.
     #[pyfunction]
     fn expected_ns(condition: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let condition: Condition = from_python(condition)?;
-        condition.check().map_err(refused)?;
+        let condition = checked(condition)?;
         let measured = condition.length.expected(&condition.vms);
         Ok(condition.warm_up.get().saturating_add(measured.get()))
+    }
+
+    fn checked(condition: &Bound<'_, PyAny>) -> PyResult<Condition> {
+        let condition: Condition = from_python(condition)?;
+        condition.check().map_err(refused)?;
+        Ok(condition)
     }
 
     /// What a condition gives. Deterministic: the seed is in the condition.
@@ -81,7 +86,7 @@ mod _core {
         condition: &Bound<'_, PyAny>,
         asked: Vec<(usize, usize, f64)>,
     ) -> PyResult<Vec<Vec<f64>>> {
-        let condition: Condition = from_python(condition)?;
+        let condition = checked(condition)?;
         let load = device_load(&condition);
         let row = |(vm, task, percentile): (usize, usize, f64)| {
             let percentile = Percentile::new(percentile).map_err(refused)?;
@@ -113,9 +118,13 @@ mod _core {
         reading: &str,
     ) -> PyResult<Bound<'py, PyAny>> {
         let reading = read(reading)?;
+        if conditions.len() != tails.len() {
+            let words = format!("{} conditions, and tails of {}", conditions.len(), tails.len());
+            return Err(PyValueError::new_err(words));
+        }
         let mut samples = Vec::new();
         for (condition, tails) in conditions.iter().zip(&tails) {
-            let load = device_load(&from_python(&condition)?);
+            let load = device_load(&checked(&condition)?);
             for &(vm, tail) in tails {
                 if vm >= load.vms.len() {
                     return Err(PyIndexError::new_err(format!("vms[{vm}] is not there")));
@@ -138,7 +147,7 @@ mod _core {
         let fit: PaperFit = from_python(fit)?;
         let reading = read(reading)?;
         let of = |condition: Bound<'_, PyAny>| {
-            let load = device_load(&from_python(&condition)?);
+            let load = device_load(&checked(&condition)?);
             let tail = |vm| paper::host_part(&fit, &load, vm, reading).get();
             Ok((0..load.vms.len()).map(tail).collect())
         };

@@ -126,13 +126,15 @@ impl Costs {
     }
 
     pub(crate) fn largest(&self) -> Nanos {
-        let Self { request, kib, reap, turn, poll, call, message, .. } = *self;
-        let Self { client, client_kib, client_turn, kick, wake, resume, far, idle, busy, .. } =
-            *self;
-        let of = |of: Interrupt| of.sender.max(of.delay).max(of.receiver);
-        [
+        // Without `..`: a field that is new is not forgotten.
+        let Self {
             request,
             kib,
+            apart,
+            apart_kib,
+            frame,
+            frame_kib,
+            client_frame,
             reap,
             turn,
             poll,
@@ -140,6 +142,34 @@ impl Costs {
             message,
             client,
             client_kib,
+            client_apart,
+            client_apart_kib,
+            client_turn,
+            kick,
+            wake,
+            resume,
+            far,
+            idle,
+            busy,
+        } = *self;
+        let of = |of: Interrupt| of.sender.max(of.delay).max(of.receiver);
+        [
+            request,
+            kib,
+            apart,
+            apart_kib,
+            frame,
+            frame_kib,
+            client_frame,
+            reap,
+            turn,
+            poll,
+            call,
+            message,
+            client,
+            client_kib,
+            client_apart,
+            client_apart_kib,
             client_turn,
             kick,
             wake,
@@ -199,6 +229,21 @@ impl Default for Costs {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_cost_counts_for_the_largest() {
+        let (own, long) = (Costs::default(), Nanos::from_millis(2_000));
+        for costs in [
+            Costs { frame: long, ..own },
+            Costs { frame_kib: long, ..own },
+            Costs { client_frame: long, ..own },
+            Costs { apart: long, ..own },
+            Costs { client_apart_kib: long, ..own },
+            Costs { busy: Interrupt { delay: long, ..own.busy }, ..own },
+        ] {
+            assert_eq!(costs.largest(), long);
+        }
+    }
 
     #[test]
     fn each_cost_is_scaled_by_a_factor_of_its_own() {

@@ -35,7 +35,7 @@ use process::Slice;
 pub use data_plane::Scheduled;
 pub use data_plane::Served;
 pub use process::COMMAND_LINE;
-pub use process::{Process, Start};
+pub use process::{MEMORY_MIB, Process, Start};
 pub use restarts::Restarts;
 
 /// How long a boot may take: 3 s for one guest under TCG, and five share two cores.

@@ -19,7 +19,7 @@ mod loop_device;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::str::FromStr;
@@ -115,6 +115,8 @@ pub fn serve(
     let (file, slow_down) = match backing {
         Backing::Ssd(name) => {
             let config: SsdConfig = name.parse()?;
+            // Its memory is what a host that runs out of it should do without first.
+            let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
             let (file, slow_down) = fuse::open_emulated(name, config, size, seed)?;
             (file, Some(slow_down))
         }
@@ -235,7 +237,11 @@ impl ScratchDisk {
         }
         let Ok(ready) = serde_json::from_str::<Ready>(&line) else {
             let status = server.wait()?;
-            bail!("the scratch disk did not start ({status})");
+            let why = match status.signal() {
+                Some(9) => "; has the kernel killed it for want of memory (dmesg)?",
+                _ => "",
+            };
+            bail!("the scratch disk did not start ({status}){why}");
         };
         Ok(Self { server, device: ready.device, label: backing.label().to_owned() })
     }

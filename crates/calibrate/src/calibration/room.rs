@@ -18,12 +18,16 @@ const WITHIN_TOLERATED: f64 = 0.6;
 /// The largest cap of a probe, and the least factor on it.
 pub(super) const LARGEST_CAP: f64 = 0.15;
 const SMALLEST_CAP: f64 = 0.02;
+/// The schedulers of the probes that a kernel may have been built without.
+const OPTIONAL: [&str; 3] = ["mq-deadline", "kyber", "bfq"];
 
 /// What a device leaves for probes.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Room {
     /// The scheduler that it has, if it is to keep it.
     pub(super) kept: Option<Scheduler>,
+    /// The schedulers that it cannot have.
+    pub(super) absent: Vec<&'static str>,
     /// VMs of a probe, at most.
     pub(super) vms: u8,
     /// Factor on a writer's cap.
@@ -39,14 +43,30 @@ pub(super) struct Room {
 impl Room {
     /// All of the device.
     pub(super) const fn whole(kept: Option<Scheduler>) -> Self {
-        Self { kept, vms: 4, caps: 1.0, may_flood: true, has_iocost: false, stopped: Vec::new() }
+        Self {
+            kept,
+            absent: Vec::new(),
+            vms: 4,
+            caps: 1.0,
+            may_flood: true,
+            has_iocost: false,
+            stopped: Vec::new(),
+        }
+    }
+
+    /// All of the device, under the schedulers that it can have.
+    pub(super) fn of(device: &dyn DeviceUnderTest) -> Self {
+        let offered = device.schedulers();
+        let is_absent = |name: &&str| offered.iter().all(|offered| offered != *name);
+        let absent = OPTIONAL.into_iter().filter(is_absent).collect();
+        Self { absent, ..Self::whole(device.scheduler()) }
     }
 
     /// What others leave: as many VMs as keep the device below [`FULL_ENOUGH`], and writers whose bursts
     /// end within what others tolerate.
     pub(super) fn beside_others(device: &dyn DeviceUnderTest, capacity: &Capacity) -> Self {
         let has_iocost = device.has_iocost() && device.others().is_none();
-        let whole = Self { has_iocost, ..Self::whole(device.scheduler()) };
+        let whole = Self { has_iocost, ..Self::of(device) };
         let Some(others) = device.others() else { return whole };
         let free = (FULL_ENOUGH - alone::used_by(others, capacity)) * capacity.iops_4k;
         let vms = (free / VM_IOPS).floor().clamp(1.0, 4.0) as u8;
@@ -71,7 +91,8 @@ impl Room {
 
     /// What it leaves out, for people; `None`: nothing.
     pub(super) fn describe(&self, depth: Depth) -> Option<String> {
-        if *self == (Self { has_iocost: self.has_iocost, ..Self::whole(self.kept) }) {
+        let (has_iocost, absent) = (self.has_iocost, self.absent.clone());
+        if *self == (Self { has_iocost, absent, ..Self::whole(self.kept) }) {
             return None;
         }
         let Self { vms, caps, .. } = self;
@@ -86,6 +107,12 @@ impl Room {
         Some(text)
     }
 
+    /// Which schedulers it leaves out, for people; `None`: none.
+    pub(super) fn describe_absent(&self) -> Option<String> {
+        let is_any = self.kept.is_none() && !self.absent.is_empty();
+        is_any.then(|| format!("left out, not offered by the device: {}", self.absent.join(", ")))
+    }
+
     /// A probe as it is made here; `None`: not at all.
     pub(super) fn fit(&self, (scheduler, vms, writer): ProbeSetting) -> Option<ProbeSetting> {
         let scheduler = match self.kept {
@@ -93,6 +120,7 @@ impl Room {
             Some(kept) if idles(scheduler) && !idles(kept) => return None,
             Some(_) if matches!(scheduler, Scheduler::IoCost(_)) => return None,
             Some(kept) => kept,
+            None if self.absent.contains(&scheduler.name()) => return None,
             None => scheduler,
         };
         let writer = match writer {

@@ -170,6 +170,10 @@ impl DeviceUnderTest for Shared {
         MeasuredAt::Host
     }
 
+    fn schedulers(&self) -> Vec<String> {
+        ["none", "mq-deadline"].map(str::to_owned).to_vec()
+    }
+
     fn has_iocost(&self) -> bool {
         true
     }
@@ -228,11 +232,12 @@ fn expected_time_is_that_within_the_limit_and_counts_rests() {
     let (alone, beside) = (Shared { others: None }, Shared { others: Some(others()) });
     let long = Duration::from_secs(3600);
     let whole = planned(&alone, Depth::Full, long, &[]);
-    assert_eq!(whole, (1 + 35, duration(&alone, Depth::Full)));
+    // What idles is of bfq, which this device cannot have.
+    assert_eq!(whole, (1 + 29, duration(&alone, Depth::Full)));
     // What is kept is not measured again.
     let kept = [Kept::Capacity(CAPACITY), Kept::Probe(run(BASE.settings[0], 1.0))];
     let rest = planned(&alone, Depth::Full, long, &kept);
-    assert_eq!(rest, (34, 34 * Duration::from_millis(7_700)));
+    assert_eq!(rest, (28, 28 * Duration::from_millis(7_700)));
     // Of a load that uses half of the device a fifth of the time is 2.5 times its length: 12 runs of 2.5 s, and as many
     // probes of 6.5 s as begin within four minutes.
     let limited = planned(&beside, Depth::Full, Duration::from_secs(240), &[]);
@@ -373,6 +378,26 @@ fn fitted(runs: &[ProbeRun]) -> Profile {
     profile.check().unwrap();
     assert!(missing(&profile, Depth::Full).is_empty(), "{:?}", missing(&profile, Depth::Full));
     profile
+}
+
+#[test]
+fn scheduler_that_the_kernel_lacks_is_left_out_and_the_profile_is_whole_without_it() {
+    let found = Room::of(&Shared { others: None });
+    assert_eq!(found.absent, ["kyber", "bfq"]);
+    let none = Room { absent: vec!["mq-deadline", "kyber", "bfq"], ..Room::whole(None) };
+    for room in [found, none] {
+        let mut runs: Vec<ProbeRun> = Vec::new();
+        while let Some(setting) = next(Depth::Full, &room, &runs, &CAPACITY) {
+            assert!(!room.absent.contains(&setting.0.name()), "{setting:?}");
+            runs.push(run(setting, 1.0));
+            assert!(runs.len() <= 40, "goes on for ever");
+        }
+        fitted(&runs);
+        assert!(room.describe_absent().unwrap().ends_with("kyber, bfq"));
+    }
+    // What keeps its scheduler is probed under no other anyway.
+    let kept = Room { absent: vec!["bfq"], ..Room::whole(Some(Scheduler::None)) };
+    assert_eq!(kept.describe_absent(), None);
 }
 
 /// What iocost is known to do: by the part of the device that VMs use, the wait, ms.

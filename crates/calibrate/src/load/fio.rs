@@ -114,6 +114,27 @@ pub fn arguments(vm: &VmName) -> [String; 4] {
     ["--output-format=json+".to_owned(), "--eta=never".to_owned(), output, format!("{vm}.fio")]
 }
 
+/// Sees that there is fio, for who makes something for it first.
+///
+/// # Errors
+/// It does not start.
+pub fn check() -> Result<()> {
+    starts("fio")
+}
+
+fn starts(program: &str) -> Result<()> {
+    let mut command = Command::new(program);
+    let status = command.arg("--version").stdin(Stdio::null()).stdout(Stdio::null()).status();
+    status.map(drop).map_err(|e| anyhow::anyhow!("start fio: {e}{}", remedy(&e)))
+}
+
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::NotFound => " (install it: apt-get install fio)",
+        _ => "",
+    }
+}
+
 /// Starts fio in `directory` and in the cgroup of `procs`; it dies with this process.
 pub fn spawn(directory: &Path, vm: &VmName, job: &str, procs: &Path) -> Result<Child> {
     std::fs::write(directory.join(format!("{vm}.fio")), job)?;
@@ -126,11 +147,7 @@ pub fn spawn(directory: &Path, vm: &VmName, job: &str, procs: &Path) -> Result<C
         .stdout(Stdio::null())
         .stderr(errors);
     confine(&mut command, Some(procs)).with_context(|| format!("VM {vm}"))?;
-    command.spawn().map_err(|e| {
-        let missing = e.kind() == io::ErrorKind::NotFound;
-        let hint = if missing { " (install it: apt-get install fio)" } else { "" };
-        anyhow::anyhow!("start fio for VM {vm}: {e}{hint}")
-    })
+    command.spawn().map_err(|e| anyhow::anyhow!("start fio for VM {vm}: {e}{}", remedy(&e)))
 }
 
 /// What fio said before it failed.
@@ -219,6 +236,13 @@ pub fn mean_bandwidth(path: &Path, from: Duration, to: Duration) -> Result<f64> 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn missing_program_is_told_of_with_what_installs_it() {
+        let error = starts("/nonexistent/fio").unwrap_err().to_string();
+        assert!(error.contains("apt-get install fio"), "{error}");
+        starts("true").unwrap();
+    }
 
     #[test]
     fn timeline_keeps_the_largest_of_each_interval() {

@@ -14,6 +14,7 @@ use rtvirtio_engine::{Engine, Geometry, Operation, Outcome, Request, SubmitConte
 use rtvirtio_units::Bytes;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
 use super::*;
 use crate::device::{Device, DeviceConfig, Limits};
@@ -689,4 +690,27 @@ fn used_length_of_a_read_that_fails_names_no_byte_of_its_data() {
     let written = queue.take_one();
     assert_eq!((guest.read(header + 16, 1), written), (vec![1], 1));
     pool.stop(key).unwrap();
+}
+
+#[test]
+fn thread_without_a_ring_says_what_would_help() {
+    let refused = |errno: i32| {
+        // A filter is its thread's own, and that of the threads which it starts.
+        let filtered = std::thread::spawn(move || {
+            let rules = std::collections::BTreeMap::from([(libc::SYS_io_uring_setup, vec![])]);
+            let refuse = SeccompAction::Errno(errno as u32);
+            let target: TargetArch = std::env::consts::ARCH.try_into().unwrap();
+            let filter = SeccompFilter::new(rules, SeccompAction::Allow, refuse, target).unwrap();
+            let program: BpfProgram = filter.try_into().unwrap();
+            seccompiler::apply_filter(&program).unwrap();
+            Pool::default().add_thread("iot", Polling::default()).unwrap_err().to_string()
+        });
+        filtered.join().unwrap()
+    };
+    for errno in [libc::EPERM, libc::ENOSYS] {
+        let text = refused(errno);
+        assert!(text.contains("kernel.io_uring_disabled") && text.contains("seccomp"), "{text}");
+    }
+    let text = refused(libc::ENOMEM);
+    assert!(text.contains("RLIMIT_MEMLOCK"), "{text}");
 }

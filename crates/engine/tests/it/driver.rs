@@ -116,7 +116,8 @@ fn advance(segments: &mut Vec<Segment>, mut bytes: usize) {
 
 impl Driver {
     pub(crate) fn new(engine: Box<dyn Engine>) -> Self {
-        let ring = IoUring::new(64).unwrap();
+        let why = "io_uring, which sysctl kernel.io_uring_disabled or a seccomp filter may refuse";
+        let ring = IoUring::new(64).expect(why);
         let file = engine.file().map(|fd| {
             use std::os::fd::AsRawFd;
             ring.submitter().register_files(&[fd.as_raw_fd()]).unwrap();

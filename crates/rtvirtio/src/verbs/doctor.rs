@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, Result};
 use comfy_table::{ContentArrangement, Table, presets};
 use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
-use rtvirtio_host::doctor::{Finding, Status, nics, probe};
+use rtvirtio_host::doctor::{Finding, Status, io_uring, nics, probe};
 use rtvirtio_spec::control::IoThreadState;
 
 use crate::{Outcome, input};
@@ -38,6 +38,7 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
     }
     let host = input::host();
     let mut findings = probe(&host);
+    findings.push(io_uring(&host, rtvirtio_dataplane::try_ring()));
     findings.extend(nics::probe(&host, iothreads(args.socket.as_deref())?.as_deref()));
     if args.json {
         input::print_json(&findings)?;

@@ -4,6 +4,7 @@
 //! alike. VMs are QEMU guests where one boots under KVM. Elsewhere they are cgroups on the kernel path
 //! and vhost-user clients on the data plane, so that both paths are shown on any machine.
 
+mod memory;
 mod verdict;
 
 use std::path::{Path, PathBuf};
@@ -24,9 +25,10 @@ use rtvirtio_spec::run::Cell;
 use rtvirtio_spec::specification::to_toml;
 use rtvirtio_testbed::curve::Curve;
 use rtvirtio_testbed::device::Testbed;
-use rtvirtio_testbed::guests::{Accelerator, GuestImage, ImageArgs, Served};
+use rtvirtio_testbed::guests::{Accelerator, GuestImage, ImageArgs, MEMORY_MIB, Served};
 use rtvirtio_testbed::scratch::{Backing, ScratchDisk};
 use rtvirtio_testbed::server::rtvirtio;
+use rtvirtio_units::Bytes;
 
 use super::bench::DISK;
 use super::guests::{VmKind, for_demo};
@@ -41,6 +43,10 @@ const ROUNDS: u32 = 3;
 const SHORT_WINDOW: Duration = Duration::from_millis(3_800);
 /// And in the full one: three judge p99.9 of 500 requests a second.
 const FULL_WINDOW: Duration = Duration::from_secs(14);
+/// Its VMs.
+const VMS: u64 = 5;
+/// What fio, QEMU and these programs take beside the disk and guests' memory.
+const SPARE: Bytes = Bytes::new(512 << 20);
 /// How long data plane guests take to boot, about.
 const BOOT_AGAIN: Duration = Duration::from_secs(25);
 
@@ -105,11 +111,15 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     };
     check_host(&backing)?;
     let guests = for_demo(&args.image, args.guests, interrupted)?;
-    prepare_directory(&args.out)?;
+    let vms = guests.as_ref().map_or(0, |_| VMS);
+    check_memory(&backing, vms)?;
+    create_directory(&args.out)?;
     let case = Case::new(4, Mix::LightMediumHeavy)?;
     let program = rtvirtio()?;
     let mut disk = ScratchDisk::start(&backing, DISK, 1)?;
     let mut testbed = Testbed::new(disk.device(), disk.label())?;
+    // Not before this host is taken: another demo may be at work in the directory.
+    remove_earlier(&args.out);
     let mut backing = backing;
     if let Some(guests) = &guests {
         testbed.boot_guests(guests, case, None, interrupted)?;
@@ -227,19 +237,23 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     Ok(verdict.outcome())
 }
 
-/// Makes the directory, and removes what an earlier demo left there.
-fn prepare_directory(out: &Path) -> Result<()> {
+/// Makes the directory.
+fn create_directory(out: &Path) -> Result<()> {
     std::fs::create_dir_all(out).with_context(|| format!("create {}", out.display()))?;
     ensure!(
         !out.join("commands.txt").exists(),
         "{} holds a benchmark; use another --out",
         out.display()
     );
+    Ok(())
+}
+
+/// Removes what an earlier demo left there.
+fn remove_earlier(out: &Path) {
     let partial = "profile.json.rtvirtio-partial";
     for stale in [CELLS, "profile.json", partial, "report.html", "verdict.json"] {
         let _ = std::fs::remove_file(out.join(stale));
     }
-    Ok(())
 }
 
 /// The same guests once more, their disks on the data plane.
@@ -338,4 +352,25 @@ fn check_host(backing: &Backing) -> Result<()> {
         }
     }
     bail!("this host cannot run the demo yet");
+}
+
+/// Sees that an emulated disk, which is kept in memory, and guests leave this host some: where there is none the kernel kills
+/// whom it likes, such as somebody's VM.
+fn check_memory(backing: &Backing, guests: u64) -> Result<()> {
+    let disk = if matches!(backing, Backing::Ssd(_)) { DISK.get() } else { 0 };
+    let needed = disk + guests * (u64::from(MEMORY_MIB) << 20) + SPARE.get();
+    let available = memory::available()?;
+    ensure!(
+        available >= needed,
+        "the demo needs {:.1} GiB of memory, and {:.1} GiB are available: end what else runs here, or take a plain file as \
+         disk (--device raw){}",
+        gib(needed),
+        gib(available),
+        if guests > 0 { " and no guests (--guests cgroup)" } else { "" }
+    );
+    Ok(())
+}
+
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / f64::from(1 << 30)
 }

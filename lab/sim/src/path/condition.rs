@@ -204,6 +204,9 @@ pub enum ConditionError {
         /// The VM's index.
         vm: usize,
     },
+    /// A scheduler that is not simulated.
+    #[error("iocost is not simulated")]
+    IoCost,
     /// The window is empty, or ends before it begins.
     #[error("length: 0 < at_least <= at_most <= 30 days is needed")]
     Length,
@@ -224,6 +227,14 @@ impl Condition {
         if at_least == Nanos::ZERO || at_least > at_most || at_most > MONTH || self.warm_up > MONTH
         {
             return Err(ConditionError::Length);
+        }
+        let of_host = match self.service {
+            Service::Kernel { scheduler } => Some(scheduler),
+            Service::DataPlane => None,
+        };
+        let schedulers = of_host.into_iter().chain(self.vms.iter().filter_map(|vm| vm.guest));
+        if schedulers.into_iter().any(|scheduler| matches!(scheduler, Scheduler::IoCost(_))) {
+            return Err(ConditionError::IoCost);
         }
         for (index, vm) in self.vms.iter().enumerate() {
             vm.check(index)?;

@@ -1,7 +1,7 @@
 //! The path's properties, on conditions whose outcome is known.
 
 use proptest::prelude::*;
-use rtvirtio_spec::settings::{Bfq, Limits, Scheduler};
+use rtvirtio_spec::settings::{Bfq, IoCost, Limits, Scheduler};
 use rtvirtio_ssd::SsdConfig;
 use rtvirtio_units::{Bytes, BytesPerSecond, Nanos, Weight};
 
@@ -246,6 +246,15 @@ fn what_is_out_of_range_is_named() {
     let mut bad = good.clone();
     bad.vms.clear();
     assert_eq!(run(&bad).unwrap_err(), ConditionError::Vms(0));
+    let iocost = Scheduler::IoCost(IoCost {
+        bps: BytesPerSecond::new(1 << 28),
+        iops: 16_000,
+        read_latency_us: 1_000,
+        write_latency_us: 2_000,
+        vrate: IoCost::ANY_SCALE,
+    });
+    let bad = condition(iocost, vec![vm(&heavy())]);
+    assert_eq!(run(&bad).unwrap_err(), ConditionError::IoCost);
     let mut bad = good;
     bad.device.channels = 0;
     assert!(matches!(run(&bad), Err(ConditionError::Device(_))));

@@ -58,7 +58,7 @@ impl Tier {
         seasoned: bool,
     ) -> Self {
         let elevator: Box<dyn Elevator> = match scheduler {
-            // iocost is not simulated: what calls this has no such settings.
+            // A condition with iocost is refused (`Condition::check`).
             Scheduler::None | Scheduler::IoCost(_) => Box::new(Fifo::default()),
             Scheduler::MqDeadline => Box::new(MqDeadline::default()),
             Scheduler::Kyber => Box::new(Kyber::default()),

@@ -14,7 +14,7 @@ use serde_json::json;
 use super::{Accelerator, GuestImage, Restarts};
 
 /// Guest memory, MiB: the initramfs takes 100 and may take half of what is left, fio 100.
-pub(super) const MEMORY_MIB: u32 = 512;
+pub const MEMORY_MIB: u32 = 512;
 
 /// The guest's kernel command line. Under TCG a clock other than the TSC is an exit for each look
 /// at it, and mitigations guard against a processor that is not there.

@@ -46,11 +46,15 @@ impl LoopDevice {
             rustix::fs::flock(&note, rustix::fs::FlockOperation::NonBlockingLockExclusive)?;
             // From here on Drop removes it.
             let mut device = Self { number, open: None, path, _note: note };
-            let node = OpenOptions::new()
-                .read(true)
-                .write(true)
-                .open(&device.path)
-                .with_context(|| format!("open {}", device.path.display()))?;
+            let node = OpenOptions::new().read(true).write(true).open(&device.path);
+            let node = node.with_context(|| {
+                // The kernel makes it in a host's /dev before the request returns.
+                let remedy = match device.path.exists() {
+                    true => "",
+                    false => " (a container's own /dev? -v /dev:/dev, or run on the host)",
+                };
+                format!("open {}{remedy}", device.path.display())
+            })?;
             configure(&node, backing)
                 .with_context(|| format!("configure {}", device.path.display()))?;
             device.open = Some(node);
