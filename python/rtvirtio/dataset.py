@@ -96,7 +96,9 @@ def rows_of_cells(cells: Iterable[dict[str, Any]]) -> Rows:
 
     def found() -> Iterable[tuple[Condition, list[Tail]]]:
         for cell in cells:
-            if cell["discarded"] is not None:
+            schedulers = [settings["scheduler"]["name"] for settings in cell["settings"].values()]
+            # iocost is not simulated.
+            if cell["discarded"] is not None or "io-cost" in schedulers:
                 continue
             key = cell["key"]
             window = round(cell["window_s"] * 1e9)

@@ -24,6 +24,7 @@ use rtvirtio_spec::latency::Histogram;
 use rtvirtio_spec::run::Machine;
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Nanos, TaskName, VmName};
+use rustix::thread::CpuSet;
 
 pub use canary::{CanaryThread, summary as canary_summary};
 pub use job::{Cgroups, Job, Place, Process, streams};
@@ -233,7 +234,7 @@ impl MachineSample {
     pub fn now() -> Result<Self> {
         let usable = rustix::thread::sched_getaffinity(None)?;
         let text = std::fs::read_to_string("/proc/stat")?;
-        let (busy, steal) = cpu_time(&text, |cpu| usable.is_set(cpu));
+        let (busy, steal) = cpu_time(&text, &usable).context("/proc/stat has no CPU line")?;
         Ok(Self { at: Instant::now(), busy, steal })
     }
 
@@ -255,23 +256,28 @@ impl MachineSample {
     }
 }
 
-/// Ticks that some CPUs were busy, and that a hypervisor took from them, by `/proc/stat`.
-fn cpu_time(text: &str, is_one: impl Fn(usize) -> bool) -> (u64, u64) {
-    let (mut busy, mut steal) = (0, 0);
+/// Ticks that these CPUs were busy, and that a hypervisor took from them, by `/proc/stat`; those of all CPUs where it lacks
+/// one of them, since a container's may have numbers of its own.
+fn cpu_time(text: &str, usable: &CpuSet) -> Option<(u64, u64)> {
+    let mut all = None;
+    let mut own = Vec::new();
     for line in text.lines() {
         let mut fields = line.split_whitespace();
-        let cpu = fields.next().and_then(|name| name.strip_prefix("cpu")?.parse().ok());
-        if !cpu.is_some_and(&is_one) {
-            continue;
-        }
+        let Some(cpu) = fields.next().and_then(|name| name.strip_prefix("cpu")) else { continue };
         let t: Vec<u64> = fields.filter_map(|field| field.parse().ok()).collect();
         // user nice system idle iowait irq softirq steal
-        if let [user, nice, system, _, _, irq, softirq, stolen, ..] = t[..] {
-            busy += user + nice + system + irq + softirq;
-            steal += stolen;
+        let [user, nice, system, _, _, irq, softirq, steal, ..] = t[..] else { continue };
+        let time = (user + nice + system + irq + softirq, steal);
+        match cpu.parse() {
+            Ok(cpu) if CpuSet::MAX_CPU > cpu && usable.is_set(cpu) => own.push(time),
+            Ok(_) => {}
+            Err(_) => all = Some(time),
         }
     }
-    (busy, steal)
+    if own.len() < usable.count() as usize {
+        return all;
+    }
+    Some(own.into_iter().fold((0, 0), |(busy, steal), of| (busy + of.0, steal + of.1)))
 }
 
 #[cfg(test)]
@@ -281,8 +287,14 @@ mod tests {
     #[test]
     fn time_of_cpus_that_are_not_used_does_not_count() {
         let text = "cpu  9 9 9 9 9 9 9 9 0 0\ncpu0 1 2 3 50 60 4 5 6 0 0\ncpu1 100 0 0 0 0 0 0 70 0 0\nintr 5\n";
-        assert_eq!(cpu_time(text, |cpu| cpu == 0), (15, 6));
-        assert_eq!(cpu_time(text, |_| true), (115, 76));
-        assert_eq!(cpu_time(text, |cpu| cpu > 1), (0, 0));
+        let of = |cpus: &[usize]| {
+            let mut usable = CpuSet::new();
+            cpus.iter().for_each(|cpu| usable.set(*cpu));
+            cpu_time(text, &usable)
+        };
+        assert_eq!(of(&[0]), Some((15, 6)));
+        assert_eq!(of(&[0, 1]), Some((115, 76)));
+        // As in a container that numbers its CPUs anew.
+        assert_eq!(of(&[4, 5]), Some((45, 9)));
     }
 }

@@ -218,7 +218,8 @@ pub fn io_uring(host: &Host, ring: io::Result<()>) -> Finding {
              (`--security-opt seccomp=PROFILE`), or run on the host",
         ),
         (Some(Errno::PERM), "1") => missing(NAME, "for root and io_uring_group only", ALLOW),
-        (Some(Errno::NOSYS), _) => {
+        // A kernel before 5.6 has one that lacks what is asked for.
+        (Some(Errno::NOSYS | Errno::INVAL), _) => {
             missing(NAME, "not in this kernel", "needs kernel 5.6 or later with CONFIG_IO_URING=y")
         }
         (Some(Errno::NOMEM), _) => missing(

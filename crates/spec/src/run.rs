@@ -168,8 +168,8 @@ pub struct Canary {
 pub struct Machine {
     /// One-minute load average at its end.
     pub load1: f64,
-    /// CPU time used, in cores.
+    /// CPU time used, in cores, of the CPUs that the measuring process may use.
     pub busy_cores: f64,
-    /// CPU time taken by the hypervisor, in cores.
+    /// CPU time taken by the hypervisor, in cores, of the same CPUs.
     pub steal_cores: f64,
 }

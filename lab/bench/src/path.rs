@@ -113,6 +113,12 @@ pub fn condition(cell: &Cell, costs: Costs, seed: u64) -> Result<Condition> {
     })
 }
 
+/// iocost is not.
+fn is_simulated(cell: &Cell) -> bool {
+    let schedulers = || cell.settings.0.values().map(|settings| settings.scheduler);
+    !schedulers().any(|scheduler| matches!(scheduler, Scheduler::IoCost(_)))
+}
+
 fn specification(cell: &Cell) -> Result<Specification> {
     ensure!(!cell.device.contains('*'), "cells of slowed devices were measured in guests");
     let (case, tier): (Case, Tier) = (cell.key.case.parse()?, cell.key.tier.parse()?);
@@ -142,7 +148,8 @@ fn priority(text: &str) -> Result<Priority> {
 /// # Errors
 /// As [`condition`].
 pub fn compare(cells: &[Cell], costs: Costs, mut progress: impl FnMut(&str)) -> Result<Vec<Row>> {
-    let counted: Vec<&Cell> = cells.iter().filter(|c| c.disturbed.is_none()).collect();
+    let counted: Vec<&Cell> =
+        cells.iter().filter(|c| c.disturbed.is_none() && is_simulated(c)).collect();
     let mut repetitions: BTreeMap<String, Vec<&Cell>> = BTreeMap::new();
     for cell in &counted {
         repetitions.entry(identity(cell)?).or_default().push(cell);

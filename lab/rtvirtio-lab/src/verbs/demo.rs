@@ -110,9 +110,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         name => Backing::ssd(name)?,
     };
     check_host(&backing)?;
-    let guests = for_demo(&args.image, args.guests, interrupted)?;
-    let vms = guests.as_ref().map_or(0, |_| VMS);
-    check_memory(&backing, vms)?;
+    let kind = kind_within_memory(&backing, args.guests)?;
+    let guests = for_demo(&args.image, kind, interrupted)?;
     create_directory(&args.out)?;
     let case = Case::new(4, Mix::LightMediumHeavy)?;
     let program = rtvirtio()?;
@@ -126,8 +125,8 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         let scale = testbed.find_scale(case, interrupted)?;
         let percent = rtvirtio_testbed::device::GUESTS_CPU * 100.0;
         eprintln!(
-            "Guests under {}: at s = {scale} the load takes no more than {percent:.0} % of this host's \
-             CPUs. Rates and the disk are {scale} times slower than written, targets as much longer.",
+            "Guests under {}: at s = {scale} the load takes no more than {percent:.0} % of the CPUs \
+             that it may use. Rates and the disk are {scale} times slower than written, targets as much longer.",
             guests.1
         );
         if let (Backing::Ssd(_), Ok(times)) = (&backing, u16::try_from(scale.get())) {
@@ -354,21 +353,33 @@ fn check_host(backing: &Backing) -> Result<()> {
     bail!("this host cannot run the demo yet");
 }
 
-/// Sees that an emulated disk, which is kept in memory, and guests leave this host some: where there is none the kernel kills
-/// whom it likes, such as somebody's VM.
-fn check_memory(backing: &Backing, guests: u64) -> Result<()> {
-    let disk = if matches!(backing, Backing::Ssd(_)) { DISK.get() } else { 0 };
-    let needed = disk + guests * (u64::from(MEMORY_MIB) << 20) + SPARE.get();
-    let available = memory::available()?;
-    ensure!(
-        available >= needed,
-        "the demo needs {:.1} GiB of memory, and {:.1} GiB are available: end what else runs here, or take a plain file as \
-         disk (--device raw){}",
-        gib(needed),
-        gib(available),
-        if guests > 0 { " and no guests (--guests cgroup)" } else { "" }
-    );
-    Ok(())
+/// What VMs may be, by the memory that an emulated disk, which is kept there, and guests would leave this host: where there is
+/// none the kernel kills whom it likes, such as somebody's VM.
+fn kind_within_memory(backing: &Backing, kind: VmKind) -> Result<VmKind> {
+    let is_emulated = matches!(backing, Backing::Ssd(_));
+    let disk = SPARE.get() + if is_emulated { DISK.get() } else { 0 };
+    let guests = disk + VMS * (u64::from(MEMORY_MIB) << 20);
+    let host = memory::of_host()?;
+    // Guests have a cgroup of their own.
+    let own = memory::of_cgroup().map_or(host, |left| left.min(host));
+    let lacks = |what: &str, needed: u64, available: u64| {
+        format!("{what} {:.1} GiB of memory, and {:.1} are available", gib(needed), gib(available))
+    };
+    if own < disk {
+        let remedy = if is_emulated { ", or take a plain file as disk: --device raw" } else { "" };
+        bail!("{}: end what else runs here{remedy}", lacks("the demo needs", disk, own));
+    }
+    match kind {
+        VmKind::Qemu if host < guests => bail!(
+            "{}: end what else runs here, or have cgroups as VMs: --guests cgroup",
+            lacks("the demo with guests needs", guests, host)
+        ),
+        VmKind::Auto if host < guests => {
+            eprintln!("VMs are no guests: {}", lacks("these would need", guests, host));
+            Ok(VmKind::Cgroup)
+        }
+        kind => Ok(kind),
+    }
 }
 
 fn gib(bytes: u64) -> f64 {

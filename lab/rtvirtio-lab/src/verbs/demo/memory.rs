@@ -1,17 +1,13 @@
-//! How much memory there is for more processes of this one's cgroup.
+//! How much memory there is for a disk that is kept in memory, and for guests.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
-/// Bytes that can be used without swapping: of the host (`MemAvailable` of proc(5)), and within the limit of this process's
-/// cgroup and those above it, if there are any.
-pub(super) fn available() -> Result<u64> {
+/// Bytes that can be used on this host without swapping (`MemAvailable` of proc(5)).
+pub(super) fn of_host() -> Result<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").context("read /proc/meminfo")?;
-    let of_host = mem_available(&text).context("/proc/meminfo has no MemAvailable")?;
-    let cgroups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    let left = groups(&cgroups).into_iter().filter_map(|(group, of)| left(&group, of));
-    Ok(left.fold(of_host, u64::min))
+    mem_available(&text).context("/proc/meminfo has no MemAvailable")
 }
 
 fn mem_available(text: &str) -> Option<u64> {
@@ -20,48 +16,48 @@ fn mem_available(text: &str) -> Option<u64> {
     Some(kib << 10)
 }
 
-/// The files of a cgroup that tell its limit, what it uses, and what of that the kernel would give up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Files {
-    limit: &'static str,
-    usage: &'static str,
-    inactive: &'static str,
+/// Bytes that this process's memory cgroup and those above it leave within their limits; `None` without a limit.
+pub(super) fn of_cgroup() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    groups(&text).into_iter().filter_map(|(group, names)| left(&group, names)).min()
 }
 
-const V2: Files =
-    Files { limit: "memory.max", usage: "memory.current", inactive: "inactive_file " };
-const V1: Files = Files {
-    limit: "memory.limit_in_bytes",
-    usage: "memory.usage_in_bytes",
-    inactive: "total_inactive_file ",
-};
+/// How a cgroup names its limit, and in `memory.stat` what the kernel cannot give up without swapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Names {
+    limit: &'static str,
+    used: [&'static str; 2],
+}
+
+const V2: Names = Names { limit: "memory.max", used: ["anon ", "shmem "] };
+const V1: Names = Names { limit: "memory.limit_in_bytes", used: ["total_rss ", "total_shmem "] };
 
 /// The memory cgroup that `/proc/self/cgroup` names, and those above it.
-fn groups(text: &str) -> Vec<(PathBuf, Files)> {
+fn groups(text: &str) -> Vec<(PathBuf, Names)> {
     let mut groups = Vec::new();
     for line in text.lines() {
         let mut fields = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
-        let (root, files) = match controllers {
+        let (root, names) = match controllers {
             "" => ("/sys/fs/cgroup", V2),
             of if of.split(',').any(|name| name == "memory") => ("/sys/fs/cgroup/memory", V1),
             _ => continue,
         };
         let group = Path::new(root).join(path.trim_start_matches('/'));
         let above = group.ancestors().take_while(|above| above.starts_with(root));
-        groups.extend(above.map(|above| (above.to_owned(), files)));
+        groups.extend(above.map(|above| (above.to_owned(), names)));
     }
     groups
 }
 
-/// What is left of a cgroup's limit; nothing of one that has none.
-fn left(group: &Path, files: Files) -> Option<u64> {
-    let read = |name: &str| std::fs::read_to_string(group.join(name)).ok();
-    let number = |name: &str| read(name)?.trim().parse::<u64>().ok();
-    let limit = number(files.limit)?;
-    let cached = read("memory.stat").unwrap_or_default();
-    let cached = cached.lines().find_map(|line| line.strip_prefix(files.inactive)?.parse().ok());
-    let used = number(files.usage)?.saturating_sub(cached.unwrap_or(0));
+fn left(group: &Path, names: Names) -> Option<u64> {
+    let limit = std::fs::read_to_string(group.join(names.limit)).ok()?;
+    let limit: u64 = limit.trim().parse().ok()?;
+    let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+    let used = |name: &str| -> Option<u64> {
+        stat.lines().find_map(|line| line.strip_prefix(name)?.parse().ok())
+    };
+    let used: u64 = names.used.into_iter().filter_map(used).sum();
     Some(limit.saturating_sub(used))
 }
 
@@ -73,7 +69,7 @@ mod tests {
     fn memory_that_is_available_is_read() {
         let text = "MemTotal:       24605256 kB\nMemAvailable:   1048576 kB\n";
         assert_eq!(mem_available(text), Some(1 << 30));
-        assert!(available().unwrap() > 1 << 20);
+        assert!(of_host().unwrap() > 1 << 20);
     }
 
     #[test]
@@ -90,8 +86,7 @@ mod tests {
     fn what_the_kernel_would_give_up_is_left() {
         let group = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(group.path().join(name), text).unwrap();
-        write("memory.current", "700\n");
-        write("memory.stat", "anon 1\ninactive_file 300\n");
+        write("memory.stat", "anon 300\nfile 650\nshmem 100\n");
         write("memory.max", "max\n");
         assert_eq!(left(group.path(), V2), None);
         write("memory.max", "1000\n");
