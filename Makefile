@@ -76,8 +76,7 @@ test: setup ## The tests but those that boot guests and Python's: 12 min with th
 	RTVIRTIO_TEST_WITHOUT_GUESTS=1 cargo test --workspace --exclude rtvirtio-py --all-features --locked \
 		--no-fail-fast
 
-# The modules of tests/it that boot guests; `make test` names each test that it leaves out. They run by their names, so that what takes
-# longest (cgroup2_host) is not last.
+# The modules of tests/it that boot guests; `make test` names each test that it leaves out.
 GUEST_TESTS := cgroup2:: cgroup2_host:: guest:: guest_knobs:: libvirt:: network:: nic:: nvme:: operator:: storage:: systemd:: \
 	$(addprefix dataplane::,control crash device ioprio migration qemu uml) real_guest
 
