@@ -32,6 +32,7 @@ use anyhow::{Context as _, Result, ensure};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Tier};
 use rtvirtio_cli::input;
 use rtvirtio_cli::progress::{Progress, human};
+use rtvirtio_host::HostError;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_model::conformal;
 use rtvirtio_spec::latency::Histogram;
@@ -434,6 +435,12 @@ fn calibrate(
                 progress.note(&format!("calibrate: stopped: {error}"));
                 continue;
             }
+            // Where the index of modules cannot be read this shows only now, and nothing was changed.
+            Err(error) if lacks_scheduler(&error) && room.lack(setting.0) => {
+                progress.finish(expected);
+                progress.note(&format!("calibrate: left out: {error}"));
+                continue;
+            }
             run => run?,
         };
         stopped = 0;
@@ -588,6 +595,11 @@ pub fn summary(profile: &Profile) -> String {
         text += &format!("          {:>3}  {writer:<10}  {tail:>24}  {}\n", p.vms, p.scheduler);
     }
     text
+}
+
+/// Whether a probe could not be made because the kernel does not have its scheduler.
+fn lacks_scheduler(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<HostError>().is_some_and(HostError::lacks_scheduler)
 }
 
 /// The next probe after `runs`; `None` once there are enough.

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{Case, Neighbour, Scale, SchemeSettings, Tier};
+use rtvirtio_cli::input;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_host::{ApplyOptions, Host, RollbackOutcome, Topology};
 use rtvirtio_spec::profile::DeviceIdentity;
@@ -150,7 +151,8 @@ impl Testbed {
         let (host, lock) = take_host()?;
         let mount = host.cgroup_version()?.mount().to_owned();
         let only_scheduler = host.has_no_scheduler(device)?.then_some(Scheduler::None);
-        let schedulers = host.schedulers(device)?;
+        // Whether the kernel loads one may show only when it is set.
+        let schedulers = host.schedulers(device, |_| true)?;
         let name = DeviceName::new("scratch")?;
         let device =
             Device { name, path: device.to_owned(), profile: PathBuf::from("profile.json") };
@@ -331,7 +333,7 @@ pub fn take_host() -> Result<(Host, File)> {
     let Some(lock) = lock_testbed()? else {
         bail!("another rtvirtio benchmark or calibration is running on this host");
     };
-    let host = Host::new("/").with_state_directory(STATE);
+    let host = input::host().with_state_directory(STATE);
     clean_up(&host).context("undo what a killed run left")?;
     Ok((host, lock))
 }

@@ -2,8 +2,10 @@
 
 use std::fs::File;
 use std::io::{self, Read};
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -24,6 +26,10 @@ const MAX_JSON_BYTES: u64 = 256 << 20;
 
 /// How long a pipe may bring nothing: after the first time the user is told what is waited for.
 const PIPE_TIMES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(60)];
+
+/// How long a server or a process may take to give a piece of a file of its filesystem, of at most so many bytes.
+const ANSWER: Duration = Duration::from_secs(10);
+const PIECE: u64 = 64 << 10;
 
 /// How soon after a signal a wait ends.
 const STEP: Duration = Duration::from_millis(100);
@@ -54,6 +60,96 @@ fn of_file(error: io::Error) -> anyhow::Error {
     }
 }
 
+/// Waits until a pipe has something, or its writers have gone; false if neither has come so long after `begun`.
+fn is_ready(
+    pipe: &impl AsFd,
+    begun: Instant,
+    time: Duration,
+    interrupted: Option<&Interrupted>,
+) -> io::Result<bool> {
+    loop {
+        check_interrupted(interrupted)?;
+        let left = time.saturating_sub(begun.elapsed());
+        // In steps: a signal may come between the look at its flag and the wait.
+        let timeout = Timespec::try_from(left.min(STEP)).map_err(io::Error::other)?;
+        match poll(&mut [PollFd::new(pipe, PollFlags::IN)], Some(&timeout)) {
+            Ok(0) if left.is_zero() => return Ok(false),
+            Ok(0) | Err(Errno::INTR) => {}
+            Ok(_) => return Ok(true),
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// A process that reads a file. It is killed when this is dropped, and waited for only as long as a moment: one that
+/// waits for a process behind FUSE may end with that alone.
+struct Reader(Child);
+
+impl Drop for Reader {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let begun = Instant::now();
+        while matches!(self.0.try_wait(), Ok(None)) && begun.elapsed() < STEP {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Reader {
+    /// What `command` writes, at most `limit` bytes.
+    fn read(
+        mut command: Command,
+        limit: u64,
+        time: Duration,
+        interrupted: Option<&Interrupted>,
+    ) -> io::Result<Vec<u8>> {
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut reader = Self(command.spawn()?);
+        let mut bytes = Vec::new();
+        if let Some(stdout) = reader.0.stdout.take() {
+            drain(stdout, &mut bytes, limit, time, interrupted)?;
+        }
+        if bytes.len() as u64 == limit {
+            return Ok(bytes);
+        }
+        let mut said = Vec::new();
+        if let Some(stderr) = reader.0.stderr.take() {
+            drain(stderr, &mut said, PIECE, time, interrupted)?;
+        }
+        let status = reader.0.wait()?;
+        if status.success() {
+            return Ok(bytes);
+        }
+        // The terminal's signal ends it too.
+        check_interrupted(interrupted)?;
+        // `cat: FILE: No such file or directory`
+        let said = String::from_utf8_lossy(&said);
+        Err(io::Error::other(match said.trim().rsplit(": ").next() {
+            Some(why) if !why.is_empty() => why.to_owned(),
+            _ => format!("the process that reads it has ended ({status})"),
+        }))
+    }
+}
+
+/// Reads of a pipe until its end, at most `limit` bytes.
+fn drain(
+    mut pipe: impl Read + AsFd,
+    bytes: &mut Vec<u8>,
+    limit: u64,
+    time: Duration,
+    interrupted: Option<&Interrupted>,
+) -> io::Result<()> {
+    while is_ready(&pipe, Instant::now(), time, interrupted)? {
+        let mut piece = vec![0; (limit - bytes.len() as u64).min(PIECE) as usize];
+        let read = pipe.read(&mut piece)?;
+        bytes.extend_from_slice(&piece[..read]);
+        if read == 0 || bytes.len() as u64 == limit {
+            return Ok(());
+        }
+    }
+    Err(io::Error::new(io::ErrorKind::TimedOut, format!("it has not answered for {time:?}")))
+}
+
 /// A file that is read: one that is a pipe (`<(…)`, `mkfifo`) is waited for, though not for ever.
 struct Input<'a> {
     file: File,
@@ -80,17 +176,8 @@ impl<'a> Input<'a> {
     ) -> io::Result<()> {
         let begun = Instant::now();
         for (time, is_last) in times.into_iter().zip([false, true]) {
-            loop {
-                check_interrupted(interrupted)?;
-                let left = time.saturating_sub(begun.elapsed());
-                // In steps: a signal may come between the look at its flag and the wait.
-                let timeout = Timespec::try_from(left.min(STEP)).map_err(io::Error::other)?;
-                match poll(&mut [PollFd::new(&self.file, PollFlags::IN)], Some(&timeout)) {
-                    Ok(0) if left.is_zero() => break,
-                    Ok(0) | Err(Errno::INTR) => {}
-                    Ok(_) => return Ok(()),
-                    Err(error) => return Err(error.into()),
-                }
+            if is_ready(&self.file, begun, time, interrupted)? {
+                return Ok(());
             }
             if !is_last {
                 eprintln!("waiting for somebody to write to {}", path.display());
@@ -118,6 +205,17 @@ impl Read for Input<'_> {
 /// A file's bytes, with one beyond `limit` if it is longer, which tells a file that is too large, whatever its
 /// stated size.
 fn bytes(path: &Path, limit: u64) -> Result<Vec<u8>> {
+    let whole = std::path::absolute(path)?;
+    if let Some(far) = host().beyond_reach(&whole) {
+        // Whoever opens a file of a server or process that answers no more hears no signal but SIGKILL, and behind
+        // FUSE not always that. Another process can be left to such a wait; a thread would keep this one from its end.
+        let mut command = Command::new("cat");
+        command.arg("--").arg(whole).env("LC_ALL", "C");
+        let interrupted: Option<&Interrupted> = INTERRUPTED.get().map(AsRef::as_ref);
+        let read = Reader::read(command, limit + 1, ANSWER, interrupted).map_err(of_file);
+        let filesystem = far.layers.first().map(ToString::to_string).unwrap_or_default();
+        return read.context(filesystem);
+    }
     let mut bytes = Vec::new();
     let input = Input::open(path)?;
     input.take(limit + 1).read_to_end(&mut bytes).map_err(of_file)?;
@@ -409,6 +507,58 @@ mod tests {
         let error = of_file(input.wait(&path, PIPE_TIMES, Some(&true.into())).unwrap_err());
         let error = error.context("read it");
         assert!(error.downcast_ref::<InterruptedError>().is_some(), "{error:#}");
+    }
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn filesystem_that_does_not_answer_is_told_and_not_waited_for_after_a_signal() {
+        const HOUR: Duration = Duration::from_secs(3_600);
+        // As a server that gives a piece, and nothing more.
+        let hangs = || shell("echo version; exec sleep 600");
+        let (begun, time) = (Instant::now(), Duration::from_millis(150));
+        let error = Reader::read(hangs(), 1 << 20, time, None).unwrap_err();
+        assert!(begun.elapsed() >= time);
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(error.to_string(), "it has not answered for 150ms");
+        let interrupted = Interrupted::new(false);
+        let error = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(20));
+                interrupted.store(true, Ordering::Relaxed);
+            });
+            Reader::read(hangs(), 1 << 20, HOUR, Some(&interrupted)).unwrap_err()
+        });
+        let error = of_file(error).context("nfs4 at /mnt");
+        assert!(error.is::<InterruptedError>(), "{error:#}");
+        // One that ends without a word is told too.
+        let ended = Reader::read(shell("kill -KILL $$"), 1 << 20, HOUR, None).unwrap_err();
+        assert!(ended.to_string().contains("signal: 9"), "{ended}");
+    }
+
+    #[test]
+    fn file_of_another_host_is_read_whole_and_not_beyond_the_limit() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let text: String = ('a'..='z').cycle().take(3 * PIECE as usize + 1).collect();
+        file.write_all(text.as_bytes()).unwrap();
+        let read = |path: &Path, limit: usize| {
+            let mut command = Command::new("cat");
+            command.arg("--").arg(path).env("LC_ALL", "C");
+            Reader::read(command, limit as u64, Duration::from_secs(60), None)
+        };
+        assert!(read(file.path(), text.len() + 1).unwrap() == text.as_bytes());
+        for limit in [1, PIECE as usize, text.len()] {
+            assert!(read(file.path(), limit).unwrap() == text.as_bytes()[..limit], "{limit}");
+        }
+        let empty = tempfile::NamedTempFile::new().unwrap();
+        assert_eq!(read(empty.path(), 100).unwrap(), b"");
+        let absent = empty.path().with_extension("absent");
+        let error = read(&absent, 100).unwrap_err();
+        assert_eq!(error.to_string(), "No such file or directory");
     }
 
     #[test]

@@ -19,6 +19,8 @@
 //!
 //! A calibration or benchmark has a journal of its own, and puts a device's knobs back as it found them.
 //! So it may begin on a device that a plan was applied to; but nothing is applied or put back there until it has ended.
+//! A lock of both keeps it from beginning between the look whether it has and the last write. It is taken after the
+//! host's own lock, or the measurement's, and while it is held no other one is waited for.
 //!
 //! Properties: `rollback_after_crash_at_any_step_restores`,
 //! `next_apply_after_crash_at_any_step_succeeds`,
@@ -28,6 +30,7 @@
 //! `apply_that_died_is_reverted_by_the_watchdog_at_once`,
 //! `expired_apply_is_reverted_by_the_next_command`,
 //! `device_that_is_measured_is_neither_set_nor_put_back`,
+//! `calibration_does_not_begin_while_a_plan_is_applied`,
 //! `expired_apply_is_reverted_once_its_device_is_not_measured_any_more`,
 //! `guest_that_hangs_at_an_undo_does_not_keep_the_host_from_later_applies`,
 //! `data_plane_that_hangs_does_not_keep_the_host_from_later_applies`.
@@ -42,7 +45,7 @@ use serde::Serialize;
 
 use crate::cgroup::Write;
 use crate::guests::Connected;
-use crate::journal::{Journal, Lock, Pending, Phase, boot_time};
+use crate::journal::{Journal, Lock, Pending, Phase, StateDirectory, boot_time};
 use crate::knobs::{Schedulers, check, has_module, module, observe, value, write};
 use crate::promises::Plane;
 use crate::record::Record;
@@ -55,12 +58,14 @@ use crate::{Drift, Host, HostError, Step, Topology};
 
 /// How often the watchdog looks whether it was confirmed.
 const WATCH: Duration = Duration::from_millis(500);
-/// How long the watchdog waits for the lock, and a hook's apply: one that another process is at
-/// takes well under a second, and some more where guests do not answer.
+/// How long the watchdog waits for the lock, a hook's apply, and a measurement for an apply: one that
+/// another process is at takes well under a second, and some more where guests do not answer.
 pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(60);
 
 /// The lock that whoever measures holds, beside the journal of what it has set.
 const IN_USE: &str = "in-use";
+/// The lock of whoever is setting schedulers or their knobs, a plan's or a measurement's, above that journal's directory.
+const DEVICES: &str = "devices.lock";
 
 /// The device whose scheduler a knob sets, or sets something of.
 const fn of_scheduler(knob: &Knob) -> Option<&DeviceName> {
@@ -169,10 +174,15 @@ impl Host {
         let is_set =
             |name: &DeviceName| changes.iter().any(|c| of_scheduler(&c.knob) == Some(name));
         let devices = resolved.devices.iter().filter(|(name, _)| is_set(name));
-        self.check_not_measured(devices.map(|(name, disk)| (disk.number, name)))?;
+        let _devices = if self.is_measurement() {
+            // No plan is applied between its look at what there is and the journal that tells of it.
+            self.lock_devices()?
+        } else {
+            self.check_not_measured(devices.map(|(name, disk)| (disk.number, name)))?
+        };
         let mut changes = changes.to_vec();
         changes.sort_by(|a, b| a.knob.cmp(&b.knob));
-        let mut guests = Connected::open(&*self.sysfs, &topology.guests)?;
+        let mut guests = Connected::open(self, &topology.guests)?;
         let plane = Plane::open(self, topology.data_plane.as_ref())?;
         self.check_changes(&resolved, &guests, &changes)?;
         let mut current = observe(&*self.sysfs, &resolved)?;
@@ -195,6 +205,8 @@ impl Host {
         let mut record = save(&*self.sysfs, &resolved, &changes, &units)?;
         record.guests = guests.save(&changes)?;
         record.data_planes = plane.iter().filter_map(|plane| plane.save(&changes)).collect();
+        // From here on an end is an undo.
+        self.check_interrupted()?;
         journal.pending =
             Some(Pending { phase: Phase::Applying, deadline_ns: deadline_ns(), record });
         self.store(&journal)?;
@@ -233,7 +245,7 @@ impl Host {
             return Ok(RollbackOutcome::Nothing);
         };
         let records = journal.original.iter().chain(journal.pending.iter().map(|p| &p.record));
-        self.check_not_measured(records.flat_map(Record::set_devices))?;
+        let _devices = self.check_not_measured(records.flat_map(Record::set_devices))?;
         if !journal.rolling_back {
             // An apply that died keeps what it found.
             let ended = |p: &&mut Pending| p.phase == Phase::Unconfirmed;
@@ -317,7 +329,7 @@ impl Host {
                 thread::sleep(remaining.min(WATCH));
                 continue;
             }
-            let lock = self.state.lock_within("lock", LOCK_WAIT)?;
+            let lock = self.state.lock_within("lock", LOCK_WAIT, None)?;
             match self.recover(&lock) {
                 Err(HostError::Measured { .. }) => {}
                 Ok(None) => return Ok(WatchdogOutcome::Settled),
@@ -368,8 +380,10 @@ impl Host {
             let is_scheduler = matches!(knob, Knob::Scheduler { .. } | Knob::GuestScheduler { .. });
             // What a guest has on disk is not seen from here.
             let may_load = knob.device().is_some() && !schedulers.is_fixed;
-            let has_module = || may_load && has_module(&*self.sysfs, &release, module(new));
-            if is_scheduler && !schedulers.offered.contains(new) && !has_module() {
+            // Where nobody can tell, the kernel says at the write whether it has it.
+            let has_module = || has_module(&*self.sysfs, &release, module(new)) != Some(false);
+            let can_have = || schedulers.offered.contains(new) || may_load && has_module();
+            if is_scheduler && !can_have() {
                 let (knob, wanted) = (Box::new(knob.clone()), new.clone());
                 let offered = schedulers.offered;
                 return Err(HostError::SchedulerNotOffered { knob, wanted, offered });
@@ -461,31 +475,50 @@ impl Host {
             return self.state.remove().map(|()| None);
         };
         if journal.rolling_back {
-            self.check_not_measured(journal.original.iter().flat_map(Record::set_devices))?;
+            let set = journal.original.iter().flat_map(Record::set_devices);
+            let _devices = self.check_not_measured(set)?;
             return self.finish_rollback(journal).map(Some);
         }
         if journal.is_to_be_undone(boot_time()) {
             let record = journal.pending.iter().map(|pending| &pending.record);
-            self.check_not_measured(record.flat_map(Record::set_devices))?;
+            let _devices = self.check_not_measured(record.flat_map(Record::set_devices))?;
             return self.undo_pending(journal);
         }
         Ok(None)
     }
 
+    /// Whether this is a calibration or benchmark: what one applies on its own device has its state below.
+    fn is_measurement(&self) -> bool {
+        self.state.0.starts_with(&self.measurements.0)
+    }
+
+    /// Keeps measurements from setting schedulers as long as it is held, or plans, if this is one.
+    fn lock_devices(&self) -> Result<Option<Lock>, HostError> {
+        let Some(directory) = self.measurements.0.parent() else { return Ok(None) };
+        let directory = StateDirectory(directory.to_owned());
+        match directory.lock_within(DEVICES, LOCK_WAIT, self.interrupted.as_deref()) {
+            // Whoever cannot write there, with a state directory elsewhere, can keep nobody from it.
+            Err(HostError::State { .. }) => Ok(None),
+            lock => lock.map(Some),
+        }
+    }
+
     /// Sees that no calibration or benchmark has set a scheduler or its knobs on one of `devices`: in the end it will put back
-    /// what it found, over what would be written now. What one that has died left is put back first.
+    /// what it found, over what would be written now. What one that has died left is put back first. As long as the
+    /// lock is held none sets any.
     fn check_not_measured<'a>(
         &self,
         devices: impl IntoIterator<Item = (DeviceNumber, &'a DeviceName)>,
-    ) -> Result<(), HostError> {
-        // What a benchmark applies on its own device has its state below.
-        if self.state.0.starts_with(&self.measurements.0) {
-            return Ok(());
+    ) -> Result<Option<Lock>, HostError> {
+        let mut devices = devices.into_iter().peekable();
+        if self.is_measurement() || devices.peek().is_none() {
+            return Ok(None);
         }
+        let lock = self.lock_devices()?;
         // A journal that cannot be read is for whoever measures next: nobody knows what is in it.
-        let Ok(Some(journal)) = self.measurements.load() else { return Ok(()) };
+        let Ok(Some(journal)) = self.measurements.load() else { return Ok(lock) };
         if journal.boot_id != self.boot_id() {
-            return Ok(());
+            return Ok(lock);
         }
         let pending = journal.pending.iter().map(|pending| &pending.record);
         let records: Vec<&Record> = journal.original.iter().chain(pending).collect();
@@ -493,13 +526,13 @@ impl Host {
             let mut set = records.iter().filter_map(|record| record.devices.get(&number));
             set.any(|device| device.is_set() && self.is_same_device(number, device))
         };
-        let Some((_, device)) = devices.into_iter().find(|(number, _)| is_measured(*number)) else {
-            return Ok(());
+        let Some((_, device)) = devices.find(|(number, _)| is_measured(*number)) else {
+            return Ok(lock);
         };
-        if let Ok(_lock) = self.measurements.lock_within(IN_USE, Duration::ZERO) {
+        if let Ok(_lock) = self.measurements.lock_within(IN_USE, Duration::ZERO, None) {
             // What cannot be put back keeps nobody from the host: the next calibration or `rollback` tells of it.
             let _ = Self { state: self.measurements.clone(), ..self.clone() }.rollback();
-            return Ok(());
+            return Ok(lock);
         }
         Err(HostError::Measured { device: device.clone(), pid: self.measurements.last_holder() })
     }

@@ -129,12 +129,21 @@ fn schedulers(sysfs: &dyn Sysfs, release: &str) -> Vec<Finding> {
     let find = |name: &'static str| {
         let module = module(name);
         if offered.contains(name) {
-            ok(name, "offered by a block device")
-        } else if has_module(sysfs, release, module) {
-            degraded(name, "a module that is not loaded", format!("`modprobe {module}`"))
-        } else {
-            let detail = "offered by no block device, no module on disk";
-            missing(name, detail, format!("install the kernel's extra modules ({module})"))
+            return ok(name, "offered by a block device");
+        }
+        match has_module(sysfs, release, module) {
+            Some(true) => {
+                degraded(name, "a module that is not loaded", format!("`modprobe {module}`"))
+            }
+            Some(false) => {
+                let detail = "offered by no block device, no module on disk";
+                missing(name, detail, format!("install the kernel's extra modules ({module})"))
+            }
+            None => {
+                let detail = "not loaded, and the index of modules cannot be read: the kernel may \
+                              load it when it is set";
+                degraded(name, detail, format!("`modprobe {module}`, on the host of a container"))
+            }
         }
     };
     ["bfq", "kyber", "mq-deadline"].map(find).to_vec()
@@ -372,6 +381,8 @@ mod tests {
         let findings = of(sysfs);
         assert_eq!(status(&findings, "bfq"), Status::Degraded);
         assert_eq!(status(&findings, "kyber"), Status::Missing);
+        // In a container nobody can tell.
+        assert_eq!(status(&of(FakeSysfs::v2()), "kyber"), Status::Degraded);
     }
 
     #[test]

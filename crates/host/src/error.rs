@@ -9,6 +9,7 @@ use rtvirtio_spec::settings::Knob;
 use rtvirtio_units::{DeviceName, DiskName, VmName};
 
 use crate::dataplane::ControlFault;
+use crate::interrupt::InterruptedError;
 use crate::restoration::Restoration;
 use crate::{Drift, GuestFault, Step};
 
@@ -326,12 +327,21 @@ pub enum HostError {
         /// The unit.
         unit: String,
     },
+    /// The user ended the work before anything was changed.
+    #[error(transparent)]
+    EndedByUser(#[from] InterruptedError),
     /// The observer stopped the work, as a crash would: nothing is undone.
     #[error("stopped at {step:?}")]
     Interrupted {
         /// Where.
         step: Box<Step>,
     },
+}
+
+fn load_module(scheduler: &str) -> String {
+    format!(
+        "load its module (bfq: `modprobe bfq`, kyber: `modprobe kyber-iosched`) or plan without {scheduler}"
+    )
 }
 
 fn list<T: std::fmt::Display>(items: &[T]) -> String {
@@ -346,8 +356,17 @@ impl HostError {
             Self::DataPlane { fault, .. } | Self::DataPlaneWriteFailed { fault, .. } => {
                 matches!(**fault, ControlFault::Interrupted)
             }
+            Self::Guest { fault, .. } | Self::GuestWriteFailed { fault, .. } => fault.is_of_user(),
+            Self::EndedByUser(_) => true,
             _ => false,
         }
+    }
+
+    /// Whether the kernel has no such scheduler, and none to load either (kernel `block/elevator.c`).
+    #[must_use]
+    pub fn lacks_scheduler(&self) -> bool {
+        let Self::WriteRefused { knob, source, .. } = self else { return false };
+        matches!(**knob, Knob::Scheduler { .. }) && source.kind() == io::ErrorKind::InvalidInput
     }
 
     /// What an operator can do about it.
@@ -417,9 +436,8 @@ impl HostError {
             Self::CgroupBusy { .. } => {
                 "a process in uninterruptible I/O ends when its device answers; then remove the cgroup again".to_owned()
             }
-            Self::SchedulerNotOffered { wanted, .. } => format!(
-                "load its module (bfq: `modprobe bfq`, kyber: `modprobe kyber-iosched`) or plan without {wanted}"
-            ),
+            Self::SchedulerNotOffered { wanted, .. } => load_module(wanted),
+            Self::WriteRefused { wanted, .. } if self.lacks_scheduler() => load_module(wanted),
             Self::UnknownKnob { .. } | Self::BadValue { .. } | Self::NotBfq { .. } => {
                 "the plan was edited or is damaged: make a new one".to_owned()
             }

@@ -40,7 +40,7 @@ impl Host {
     pub fn create_cgroup(&self, path: &Path) -> Result<PathBuf, HostError> {
         let path = own(path)?;
         let version = self.cgroup_version()?;
-        let _lock = self.state.lock_within(LOCK, LOCK_WAIT)?;
+        let _lock = self.state.lock_within(LOCK, LOCK_WAIT, None)?;
         let mut attempt = 1;
         loop {
             match self.create_tree(&version, &path) {
@@ -81,7 +81,7 @@ impl Host {
     pub fn remove_cgroup(&self, path: &Path) -> Result<(), HostError> {
         let mut path = own(path)?;
         let version = self.cgroup_version()?;
-        let _lock = self.state.lock_within(LOCK, LOCK_WAIT)?;
+        let _lock = self.state.lock_within(LOCK, LOCK_WAIT, None)?;
         self.remove_tree(&version.mount().join(&path))?;
         while path.pop() && path.components().next().is_some() {
             let directory = version.mount().join(&path);

@@ -10,7 +10,7 @@
 //! and putting it back have [`LOOK`] each, however many requests they are; and all
 //! VMs are looked at and put back at the same time. A VM that is not reached is left alone
 //! by a plan and by [`Host::reapply`], and fails any other apply before anything
-//! is written.
+//! is written. None is waited for once the user interrupts, but for a moment those that are put back.
 //!
 //! A *place* names a file of a guest or a property of its QEMU beside the host's
 //! files: `plc:/sys/block/vda/queue/scheduler`, `plc:/objects/io0/poll-max-ns`.
@@ -23,7 +23,8 @@
 //! `guest_that_hangs_at_rollback_does_not_keep_the_host_from_it`,
 //! `guest_that_hangs_at_rollback_does_not_keep_the_host_from_later_applies`,
 //! `guest_that_takes_its_time_and_lies_keeps_the_deadline_of_a_disk`,
-//! `monitor_that_lies_half_applies_nothing`.
+//! `monitor_that_lies_half_applies_nothing`, `signal_ends_the_wait_for_a_guest_that_hangs`,
+//! `signal_during_a_guests_write_undoes_everything`.
 
 mod connection;
 mod error;
@@ -42,7 +43,6 @@ use rtvirtio_units::{DiskName, IoThreadName, VmName};
 use crate::knobs::Schedulers;
 use crate::qemu::QemuProcess;
 use crate::record::GuestRecord;
-use crate::sysfs::Sysfs;
 use crate::{Host, HostError, Step};
 
 use connection::Connection;
@@ -53,6 +53,9 @@ const ANSWER: Duration = Duration::from_secs(2);
 /// How long one VM may take for all that is asked of it about one disk at a time: with libvirt each
 /// question is a process.
 const LOOK: Duration = Duration::from_secs(6);
+/// How long from the user's signal on an answer may take where knobs are put back: an agent may be
+/// busy with the command that was interrupted.
+const PUT_BACK_AFTER_SIGNAL: Duration = Duration::from_secs(1);
 
 /// Which of a VM's own knobs a plan is about.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -112,10 +115,10 @@ type Opened = Vec<(VmName, Result<Connection, GuestFault>)>;
 impl Connected {
     /// Connects to all, and sees that each has all that `topology` names.
     pub(crate) fn open(
-        sysfs: &dyn Sysfs,
+        host: &Host,
         topology: &BTreeMap<VmName, GuestTopology>,
     ) -> Result<Self, HostError> {
-        let opened = Self::open_each(sysfs, topology)?.into_iter();
+        let opened = Self::open_each(host, topology)?.into_iter();
         let opened = opened.map(|(vm, opened)| match opened {
             Ok(connection) => Ok((vm, connection)),
             Err(fault) => Err(of_vm(&vm, fault)),
@@ -125,25 +128,28 @@ impl Connected {
 
     /// Those of which [`Self::open`] would fail, and why.
     pub(crate) fn unreached(
-        sysfs: &dyn Sysfs,
+        host: &Host,
         topology: &BTreeMap<VmName, GuestTopology>,
     ) -> Result<BTreeMap<VmName, GuestFault>, HostError> {
-        let opened = Self::open_each(sysfs, topology)?.into_iter();
-        Ok(opened.filter_map(|(vm, opened)| Some((vm, opened.err()?))).collect())
+        let opened = Self::open_each(host, topology)?.into_iter();
+        let unreached = opened.filter_map(|(vm, opened)| Some((vm, opened.err()?))).collect();
+        // One that was not waited for may be reached.
+        host.check_interrupted()?;
+        Ok(unreached)
     }
 
     fn open_each(
-        sysfs: &dyn Sysfs,
+        host: &Host,
         topology: &BTreeMap<VmName, GuestTopology>,
     ) -> Result<Opened, HostError> {
         if topology.is_empty() {
             return Ok(Vec::new());
         }
-        let processes = crate::qemu::discover::processes(sysfs)?;
+        let processes = host.qemu_processes()?;
         let vms: Vec<_> = topology.iter().collect();
         let opened = at_once(&vms, |(vm, topology)| {
             let process = process_of(&processes, vm)?;
-            let mut connection = Connection::open(sysfs, vm, process)?;
+            let mut connection = Connection::open(host, vm, process)?;
             connection.look_at(topology)?;
             Ok(connection)
         });
@@ -223,7 +229,7 @@ impl Host {
     /// seconds is said.
     ///
     /// # Errors
-    /// If `/proc` cannot be listed.
+    /// If `/proc` cannot be listed, or the user interrupts.
     pub fn find_guests(
         &self,
         vms: &BTreeMap<VmName, BTreeSet<DiskName>>,
@@ -240,14 +246,15 @@ impl Host {
                 Err(GuestFault::NotRunning) if disks.is_empty() => return None,
                 Err(fault) => return Some(alone(&fault)),
             };
-            let opened = Connection::open(&*self.sysfs, vm, process);
-            match opened {
+            match Connection::open(self, vm, process) {
                 Ok(connection) => Some(connection.look_around(disks)),
                 // There is nothing that it keeps from being set.
                 Err(_) if disks.is_empty() && process.iothreads.is_empty() => None,
                 Err(fault) => Some(alone(&fault)),
             }
         });
+        // What was not waited for is not unseen.
+        self.check_interrupted()?;
         let found = vms.into_iter().map(|(vm, _)| vm.clone()).zip(found);
         Ok(found.filter_map(|(vm, found)| Some((vm, found?))).collect())
     }

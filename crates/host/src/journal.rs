@@ -29,6 +29,7 @@ use std::os::unix::fs::{
     DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _,
 };
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,7 @@ use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 
 use crate::HostError;
+use crate::interrupt::{Interrupted, InterruptedError};
 use crate::record::Record;
 
 /// The journal's format.
@@ -193,12 +195,20 @@ impl StateDirectory {
         self.lock_file("lock")
     }
 
-    /// Takes a lock, waiting while another process holds it.
-    pub(crate) fn lock_within(&self, name: &str, limit: Duration) -> Result<Lock, HostError> {
+    /// Takes a lock, waiting while another process holds it, unless the user does not want to.
+    pub(crate) fn lock_within(
+        &self,
+        name: &str,
+        limit: Duration,
+        interrupted: Option<&Interrupted>,
+    ) -> Result<Lock, HostError> {
         let start = Instant::now();
         loop {
             match self.lock_file(name) {
                 Err(HostError::Locked { .. }) if start.elapsed() < limit => {
+                    if interrupted.is_some_and(|interrupted| interrupted.load(Ordering::Relaxed)) {
+                        return Err(InterruptedError.into());
+                    }
                     thread::sleep(Duration::from_millis(20));
                 }
                 other => return other,

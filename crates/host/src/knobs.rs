@@ -60,12 +60,20 @@ impl Schedulers {
         Some(Self { selected: selected.or_else(only)?, offered, is_fixed })
     }
 
-    /// Those that the device can have, with what the kernel loads when it is asked for it.
-    pub(crate) fn possible(self, sysfs: &dyn Sysfs, release: &str) -> Vec<String> {
+    /// Those that the device can have, with what the kernel loads when it is asked for it; `if_unknown` says
+    /// which ones are among them where nobody can tell whether it does.
+    pub(crate) fn possible(
+        self,
+        sysfs: &dyn Sysfs,
+        release: &str,
+        if_unknown: impl Fn(&str) -> bool,
+    ) -> Vec<String> {
         let Self { mut offered, is_fixed, .. } = self;
         for name in ["mq-deadline", "kyber", "bfq"] {
             let is_new = !is_fixed && offered.iter().all(|other| other != name);
-            if is_new && has_module(sysfs, release, module(name)) {
+            if is_new
+                && has_module(sysfs, release, module(name)).unwrap_or_else(|| if_unknown(name))
+            {
                 offered.push(name.to_owned());
             }
         }
@@ -89,14 +97,15 @@ pub(crate) fn module(scheduler: &str) -> &str {
 }
 
 /// Whether a module lies on disk (or in the kernel). `queue/scheduler` lists what is loaded only;
-/// selecting a scheduler loads its module (kernel `block/elevator.c`).
-pub(crate) fn has_module(sysfs: &dyn Sysfs, release: &str, module: &str) -> bool {
+/// selecting a scheduler loads its module (kernel `block/elevator.c`). `None`: the kernel's modules are
+/// not seen from here, as in a container, or lie elsewhere, as on NixOS; the kernel finds them all the same.
+pub(crate) fn has_module(sysfs: &dyn Sysfs, release: &str, module: &str) -> Option<bool> {
     let modules = Path::new("/lib/modules").join(release);
-    let holds = |file: &str| {
-        let text = sysfs.read(&modules.join(file)).unwrap_or_default();
-        text.contains(&format!("/{module}.ko"))
-    };
-    holds("modules.dep") || holds("modules.builtin")
+    let read = |file: &str| sysfs.read(&modules.join(file)).ok();
+    let indexes = [read("modules.dep"), read("modules.builtin")];
+    let is_in = |index: &String| index.contains(&format!("/{module}.ko"));
+    let is_any = indexes.iter().any(Option::is_some);
+    is_any.then(|| indexes.iter().flatten().any(is_in))
 }
 
 const PARAMETERS: [BfqParameter; 4] = [
@@ -278,10 +287,20 @@ mod tests {
         let sysfs = crate::fake::FakeSysfs::bare();
         sysfs.put("/lib/modules/6.12/modules.dep", "kernel/block/bfq.ko.xz:\n");
         sysfs.put("/lib/modules/6.12/modules.builtin", "kernel/block/kyber-iosched.ko\n");
-        let possible = |text| Schedulers::parse(text).unwrap().possible(&sysfs, "6.12");
-        assert_eq!(possible("[none] mq-deadline\n"), ["none", "mq-deadline", "kyber", "bfq"]);
-        assert_eq!(possible("[none] bfq\n"), ["none", "bfq", "kyber"]);
-        assert_eq!(possible("none\n"), ["none"]);
+        let possible = |text: &str, release: &str| {
+            let found = Schedulers::parse(text).unwrap();
+            found.possible(&sysfs, release, |name| name == "bfq")
+        };
+        let all = ["none", "mq-deadline", "kyber", "bfq"];
+        assert_eq!(possible("[none] mq-deadline\n", "6.12"), all);
+        assert_eq!(possible("[none] bfq\n", "6.12"), ["none", "bfq", "kyber"]);
+        assert_eq!(possible("none\n", "6.12"), ["none"]);
+        // Of another kernel there is no index: what the caller says holds, but for what has no requests.
+        assert_eq!(possible("[none] mq-deadline\n", "6.13"), ["none", "mq-deadline", "bfq"]);
+        assert_eq!(possible("none\n", "6.13"), ["none"]);
+        // One index without the other says what there is.
+        sysfs.put("/lib/modules/6.14/modules.builtin", "kernel/block/kyber-iosched.ko\n");
+        assert_eq!(possible("[none] mq-deadline\n", "6.14"), ["none", "mq-deadline", "kyber"]);
     }
 
     #[test]

@@ -52,6 +52,8 @@ use std::fmt;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::settings::{Knob, Knobs};
@@ -69,7 +71,7 @@ pub use topology::Topology;
 pub use writers::{OtherWriter, WriterKind};
 
 use dataplane::ControlClient;
-use interrupt::Interrupted;
+use interrupt::{Interrupt, Interrupted, InterruptedError};
 use journal::StateDirectory;
 use sysfs::{RealSysfs, Sysfs};
 
@@ -134,7 +136,7 @@ pub struct Host {
     observer: Option<Observer>,
     /// The system bus's socket.
     bus: PathBuf,
-    /// Ends waits for a data plane.
+    /// Ends waits for a data plane, for VMs and for a lock.
     interrupted: Option<Arc<Interrupted>>,
 }
 
@@ -171,7 +173,7 @@ impl Host {
         self
     }
 
-    /// The same host, on which no data plane is waited for once `interrupted` is set.
+    /// The same host, on which no data plane, VM or lock is waited for once `interrupted` is set.
     #[must_use]
     pub fn with_interrupt(mut self, interrupted: Arc<Interrupted>) -> Self {
         self.interrupted = Some(interrupted);
@@ -212,15 +214,20 @@ impl Host {
     }
 
     /// The kernel's names of the schedulers that the device can have: those that are there, and those whose
-    /// modules are, unless it has no requests.
+    /// modules are, unless it has no requests. `if_unknown` says which ones are among them where the index of
+    /// modules cannot be read, as in a container: the kernel may load one, which it shows when it is set.
     ///
     /// # Errors
     /// If it is not there or no block device.
-    pub fn schedulers(&self, device: &Path) -> Result<Vec<String>, HostError> {
+    pub fn schedulers(
+        &self,
+        device: &Path,
+        if_unknown: impl Fn(&str) -> bool,
+    ) -> Result<Vec<String>, HostError> {
         let disk = device::Disk::find(&*self.sysfs, device)?;
         let found = knobs::Schedulers::read(&*self.sysfs, &disk)?;
         let release = self.kernel_release().unwrap_or_default();
-        Ok(found.possible(&*self.sysfs, &release))
+        Ok(found.possible(&*self.sysfs, &release, if_unknown))
     }
 
     /// Whether the kernel's iocost can control the device: on cgroup v2, where it has requests.
@@ -257,7 +264,7 @@ impl Host {
     pub fn observe(&self, topology: &Topology) -> Result<Knobs, HostError> {
         let resolved = topology::Resolved::find(&*self.sysfs, topology)?;
         let mut knobs = knobs::observe(&*self.sysfs, &resolved)?;
-        knobs.extend(guests::Connected::open(&*self.sysfs, &topology.guests)?.knobs());
+        knobs.extend(guests::Connected::open(self, &topology.guests)?.knobs());
         let plane = promises::Plane::open(self, topology.data_plane.as_ref())?;
         knobs.extend(plane.iter().flat_map(promises::Plane::knobs));
         Ok(knobs)
@@ -322,6 +329,19 @@ impl Host {
     /// The control API of the data plane at `socket`.
     fn control(&self, socket: &Path) -> ControlClient {
         ControlClient::new(socket).with_interrupt(self.interrupted.clone())
+    }
+
+    /// What ends waits for VMs; `grace`: how long from the signal on what puts something back may take.
+    fn interrupt(&self, grace: Duration) -> Interrupt {
+        Interrupt::new(self.interrupted.clone(), grace)
+    }
+
+    /// Fails once the user wants the work to end.
+    fn check_interrupted(&self) -> Result<(), InterruptedError> {
+        match &self.interrupted {
+            Some(interrupted) if interrupted.load(Ordering::Relaxed) => Err(InterruptedError),
+            _ => Ok(()),
+        }
     }
 
     fn step(&self, step: impl FnOnce() -> Step) -> Result<(), HostError> {

@@ -82,11 +82,11 @@ impl Host {
     ) -> Result<(Applied, SkippedVms), HostError> {
         // Held to the end: hooks of VMs that start together come at the same time, and each would
         // find the other at work, or its own changes to start from what the other has changed.
-        let lock = self.state.lock_within("lock", LOCK_WAIT)?;
+        let lock = self.state.lock_within("lock", LOCK_WAIT, self.interrupted.as_deref())?;
         // What a dead process left is not what the changes start from.
         let recovered = self.recover(&lock)?;
         let (mut topology, absent) = self.running(&Topology::of_plan(plan))?;
-        let unreached = Connected::unreached(&*self.sysfs, &topology.guests)?;
+        let unreached = Connected::unreached(self, &topology.guests)?;
         topology.guests.retain(|vm, _| !unreached.contains_key(vm));
         let mut wanted = plan.knobs();
         wanted.retain(|knob, _| match (knob.vm(), knob.device()) {

@@ -3,6 +3,7 @@
 mod crash;
 mod groups;
 mod guests;
+mod interrupted;
 mod machine;
 mod promises;
 mod reapply;

@@ -1,5 +1,7 @@
 //! How large probes may be beside others, and which are not made again.
 
+use std::mem;
+
 use rtvirtio_spec::profile::Capacity;
 use rtvirtio_spec::settings::Scheduler;
 
@@ -26,7 +28,7 @@ const OPTIONAL: [&str; 3] = ["mq-deadline", "kyber", "bfq"];
 pub(super) struct Room {
     /// The scheduler that it has, if it is to keep it.
     pub(super) kept: Option<Scheduler>,
-    /// The schedulers that it cannot have.
+    /// The schedulers that it cannot have, as far as that is known or has shown.
     pub(super) absent: Vec<&'static str>,
     /// VMs of a probe, at most.
     pub(super) vms: u8,
@@ -84,9 +86,16 @@ impl Room {
         if !self.may_flood || device.others().is_none() {
             return false;
         }
-        let stopped = std::mem::take(&mut self.stopped);
-        *self = Self { stopped, ..Self::beside_others(device, capacity) };
+        let (stopped, absent) = (mem::take(&mut self.stopped), mem::take(&mut self.absent));
+        *self = Self { stopped, absent, ..Self::beside_others(device, capacity) };
         true
+    }
+
+    /// Leaves out a scheduler that the kernel refused; false if probes cannot do without.
+    pub(super) fn lack(&mut self, scheduler: Scheduler) -> bool {
+        let refused = OPTIONAL.into_iter().find(|name| *name == scheduler.name());
+        self.absent.extend(refused);
+        refused.is_some()
     }
 
     /// What it leaves out, for people; `None`: nothing.

@@ -2,7 +2,8 @@
 
 use rtvirtio_cases::SchemeSettings;
 use rtvirtio_spec::profile::{IoCostFit, Response};
-use rtvirtio_units::Bytes;
+use rtvirtio_spec::settings::Knob;
+use rtvirtio_units::{Bytes, DeviceName};
 
 use super::*;
 use crate::load::Measurement;
@@ -398,6 +399,30 @@ fn scheduler_that_the_kernel_lacks_is_left_out_and_the_profile_is_whole_without_
     // What keeps its scheduler is probed under no other anyway.
     let kept = Room { absent: vec!["bfq"], ..Room::whole(Some(Scheduler::None)) };
     assert_eq!(kept.describe_absent(), None);
+}
+
+#[test]
+fn scheduler_that_the_kernel_refuses_is_left_out_from_then_on() {
+    let refusal = |kind: std::io::ErrorKind| {
+        let knob = Box::new(Knob::Scheduler { device: DeviceName::new("scratch").unwrap() });
+        let (file, wanted) = ("/sys/block/sda/queue/scheduler".into(), "bfq".to_owned());
+        anyhow::Error::from(HostError::WriteRefused { knob, file, wanted, source: kind.into() })
+    };
+    assert!(lacks_scheduler(&refusal(std::io::ErrorKind::InvalidInput)));
+    // Where nothing can be written no scheduler is missing.
+    assert!(!lacks_scheduler(&refusal(std::io::ErrorKind::ReadOnlyFilesystem)));
+    let mut room = Room::whole(None);
+    assert!(room.lack(Scheduler::Bfq(QUIET)));
+    assert!(!room.lack(Scheduler::None), "without it there is no profile");
+    let runs: Vec<ProbeRun> = BASE.settings.iter().map(|&setting| run(setting, 1.0)).collect();
+    for stage in stages(Depth::Full) {
+        let settings = stage.settings.iter().filter_map(|&setting| room.fit(setting));
+        assert!(settings.into_iter().all(|(scheduler, ..)| scheduler.name() != "bfq"));
+    }
+    assert!(next(Depth::Full, &room, &runs, &CAPACITY).is_some());
+    // It is not tried again because others come.
+    assert!(room.give_way(&Shared { others: Some(others()) }, &CAPACITY));
+    assert_eq!(room.absent, ["bfq"]);
 }
 
 /// What iocost is known to do: by the part of the device that VMs use, the wait, ms.

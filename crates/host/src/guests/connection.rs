@@ -8,6 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rtvirtio_spec::guests::FoundGuest;
 use rtvirtio_spec::plan::qemu::device_ids;
@@ -16,11 +17,12 @@ use rtvirtio_units::{DiskName, IoThreadName, Nanos, VmName};
 
 use super::files::{GuestFiles, left, queue_file};
 use super::{ANSWER, GuestFault, GuestTopology, LOOK, place};
-use crate::HostError;
+use crate::interrupt::Interrupt;
 use crate::qemu::error::excerpt;
 use crate::qemu::{Address, Deadline, Fault, GuestDisk, Monitor, PciAddress, QemuProcess};
 use crate::record::GuestRecord;
 use crate::sysfs::Sysfs;
+use crate::{Host, HostError};
 
 /// Linux's `DISK_NAME_LEN`, without its terminator.
 const LONGEST_NODE: usize = 31;
@@ -51,6 +53,8 @@ pub(super) struct Connection {
     /// Each disk's name within the guest, such as `vda`.
     nodes: BTreeMap<DiskName, String>,
     deadline: Deadline,
+    /// What ends waits for it before their deadlines.
+    interrupt: Interrupt,
     /// What was asked for and found.
     pub(super) found: FoundGuest,
 }
@@ -58,15 +62,15 @@ pub(super) struct Connection {
 impl Connection {
     /// Connects to the monitor.
     pub(super) fn open(
-        sysfs: &dyn Sysfs,
+        host: &Host,
         vm: &VmName,
         process: &QemuProcess,
     ) -> Result<Self, GuestFault> {
-        let deadline = Deadline::after(LOOK);
+        let (deadline, interrupt) = (Deadline::after(LOOK), host.interrupt(Duration::ZERO));
         let pid = process.pid;
-        let started = start_of(sysfs, pid).ok_or(GuestFault::NotRunning)?;
+        let started = start_of(&*host.sysfs, pid).ok_or(GuestFault::NotRunning)?;
         let monitor_address = process.monitor_address().ok_or(GuestFault::NoMonitor { pid })?;
-        let mut monitor = Monitor::at(&monitor_address, ANSWER)?;
+        let mut monitor = Monitor::at_until(&monitor_address, ANSWER, &interrupt)?;
         let mut found = FoundGuest::default();
         for thread in monitor.iothreads(left(deadline, &monitor_address)?)? {
             // An id that is no name of ours cannot be set, and is left alone.
@@ -84,6 +88,7 @@ impl Connection {
             guest: None,
             nodes: BTreeMap::new(),
             deadline,
+            interrupt,
             found,
         })
     }
@@ -136,7 +141,7 @@ impl Connection {
     fn open_guest(&mut self) -> Result<Vec<GuestDisk>, GuestFault> {
         let address = self.agent_address.as_ref();
         let address = address.ok_or(GuestFault::NoAgent { pid: self.pid })?;
-        let mut guest = GuestFiles::open(address, self.deadline)?;
+        let mut guest = GuestFiles::open(address, self.deadline, &self.interrupt)?;
         let disks = guest.disks()?;
         self.guest = Some(guest);
         Ok(disks)

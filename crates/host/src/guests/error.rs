@@ -4,7 +4,7 @@ use std::error::Error;
 
 use rtvirtio_units::{DiskName, IoThreadName};
 
-use crate::qemu::QemuError;
+use crate::qemu::{Fault, QemuError};
 
 /// Why a VM's own knobs cannot be reached.
 #[derive(Debug, thiserror::Error)]
@@ -81,6 +81,11 @@ fn chain(error: &dyn Error) -> String {
 }
 
 impl GuestFault {
+    /// Whether the user did not want to wait for an answer.
+    pub(crate) fn is_of_user(&self) -> bool {
+        matches!(self, Self::Peer(error) if matches!(error.fault, Fault::Interrupted))
+    }
+
     /// What an operator can do about it.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {

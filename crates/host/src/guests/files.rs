@@ -9,6 +9,7 @@ use std::time::Duration;
 use rtvirtio_spec::guests::{FoundQueue, GUEST_PARAMETERS};
 
 use super::{ANSWER, GuestFault, LOOK};
+use crate::interrupt::Interrupt;
 use crate::knobs::Schedulers;
 use crate::qemu::error::excerpt;
 use crate::qemu::{Address, Agent, Deadline, Fault, GuestDisk, QemuError};
@@ -62,9 +63,13 @@ pub(super) struct GuestFiles {
 }
 
 impl GuestFiles {
-    /// Connects, and reads the guest's boot id.
-    pub(super) fn open(address: &Address, deadline: Deadline) -> Result<Self, GuestFault> {
-        let agent = Agent::at(address, ANSWER)?;
+    /// Connects, and reads the guest's boot id; `interrupt` ends this, and later waits.
+    pub(super) fn open(
+        address: &Address,
+        deadline: Deadline,
+        interrupt: &Interrupt,
+    ) -> Result<Self, GuestFault> {
+        let agent = Agent::at_until(address, ANSWER, interrupt)?;
         let mut files = Self { agent, boot_id: String::new(), deadline };
         let text = files.read(BOOT_ID)?;
         let is_id = |c: char| c.is_ascii_hexdigit() || c == '-';

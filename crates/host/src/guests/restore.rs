@@ -3,8 +3,8 @@
 //! A VM whose QEMU is gone or whose guest was booted again is skipped: its knobs
 //! died with it. A guest that was saved and restored since goes on with its own in another QEMU, of
 //! which it has its agent. One that does not answer is a failure, and its record is kept for
-//! a later rollback. VMs are put back at the same time and after the host, which
-//! none of them can keep from it.
+//! a later rollback; once the user interrupts, an answer has less time. VMs are put back at the
+//! same time and after the host, which none of them can keep from it.
 //!
 //! A write whose fate is unknown needs nothing special: an agent does one command
 //! after the other, so what a new connection reads after its sync is what is.
@@ -17,7 +17,7 @@ use rtvirtio_units::Nanos;
 
 use super::connection::{poll_property, start_of};
 use super::files::{GuestFiles, queue_file};
-use super::{ANSWER, GuestFault, LOOK, at_once, place, process_of};
+use super::{ANSWER, GuestFault, LOOK, PUT_BACK_AFTER_SIGNAL, at_once, place, process_of};
 use crate::qemu::{Deadline, Fault, Monitor, QemuError, QemuProcess};
 use crate::record::{GuestDiskRecord, GuestRecord};
 use crate::restoration::{Restoration, Skipped};
@@ -97,7 +97,8 @@ impl Host {
             return Ok(());
         }
         let look = || -> Result<_, QemuError> {
-            let mut monitor = Monitor::at(&record.monitor, ANSWER)?;
+            let interrupt = self.interrupt(PUT_BACK_AFTER_SIGNAL);
+            let mut monitor = Monitor::at_until(&record.monitor, ANSWER, &interrupt)?;
             let threads = monitor.iothreads(ANSWER)?;
             Ok((monitor, threads))
         };
@@ -134,7 +135,8 @@ impl Host {
         let Some(address) = record.agent.as_ref().filter(|_| !record.disks.is_empty()) else {
             return Ok(());
         };
-        let mut files = match GuestFiles::open(address, Deadline::after(LOOK)) {
+        let interrupt = self.interrupt(PUT_BACK_AFTER_SIGNAL);
+        let mut files = match GuestFiles::open(address, Deadline::after(LOOK), &interrupt) {
             Ok(files) => files,
             Err(fault) => {
                 done.failures.push(failure(record, &fault));

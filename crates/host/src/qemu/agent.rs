@@ -10,9 +10,11 @@
 //! Properties: `stale_answer_before_the_sync_is_dropped`,
 //! `late_answer_is_not_the_next_ones`, `disabled_command_has_a_fault_of_its_own`,
 //! `write_file_closes_the_handle_on_error`, `file_is_closed_by_an_agent_that_wakes_up_late`,
+//! `file_is_closed_after_the_users_signal`,
 //! `file_larger_than_asked_for_is_refused`.
 
 use std::collections::BTreeSet;
+use std::mem;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -30,6 +32,7 @@ use serde::de::DeserializeOwned;
 use super::peer::{Deadline, Peer};
 use super::virsh::Virsh;
 use super::{Address, Fault, PciAddress, QemuError, reply};
+use crate::interrupt::Interrupt;
 
 /// Comes before the answer to a sync, and resets the agent's parser before the request.
 const SENTINEL: u8 = 0xff;
@@ -43,6 +46,8 @@ const WRITE: usize = 48 << 10;
 /// How long closing a file may take once the deadline has passed.
 const CLOSE_BY_SOCKET: Duration = Duration::from_millis(10);
 const CLOSE_BY_VIRSH: Duration = Duration::from_secs(1);
+/// The same after the user's signal: libvirt passes on what it was asked for although virsh is killed then.
+const CLOSE_AFTER_SIGNAL: Duration = Duration::from_millis(150);
 /// The pauses between looks at a running program.
 const FIRST_PAUSE: Duration = Duration::from_millis(5);
 const LONGEST_PAUSE: Duration = Duration::from_millis(200);
@@ -108,24 +113,31 @@ impl Agent {
     /// If nobody listens. QEMU does before the guest has booted: then, and if
     /// another client holds the socket, the agent does not answer in time.
     pub fn connect(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, QemuError> {
-        let deadline = Deadline::after(timeout);
         let address = Address::Socket(path.as_ref().to_owned());
-        // An earlier client's sync must not be taken for ours.
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        match Peer::connect(path.as_ref(), deadline) {
-            Ok(peer) => Self::open(address, peer, now.as_micros() as i64, deadline),
-            Err(fault) => Err(QemuError { peer: address, command: "connect", fault }),
-        }
+        Self::at_until(&address, timeout, &Interrupt::default())
     }
 
-    /// The agent at `address`, reached within `timeout`.
+    /// The agent at `address`, reached within `timeout`; `interrupt` ends this, and later waits.
     ///
     /// # Errors
     /// As [`Self::connect`].
-    pub fn at(address: &Address, timeout: Duration) -> Result<Self, QemuError> {
-        match address {
-            Address::Socket(path) => Self::connect(path, timeout),
-            Address::Domain(domain) => Ok(Self::through(Virsh::new(domain.clone()))),
+    pub(crate) fn at_until(
+        address: &Address,
+        timeout: Duration,
+        interrupt: &Interrupt,
+    ) -> Result<Self, QemuError> {
+        let path = match address {
+            Address::Socket(path) => path,
+            Address::Domain(domain) => {
+                return Ok(Self::through(Virsh::new(domain.clone()).until(interrupt)));
+            }
+        };
+        let deadline = Deadline::after(timeout);
+        // An earlier client's sync must not be taken for ours.
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        match Peer::connect(path, deadline, interrupt) {
+            Ok(peer) => Self::open(address.clone(), peer, now.as_micros() as i64, deadline),
+            Err(fault) => Err(QemuError { peer: address.clone(), command: "connect", fault }),
         }
     }
 
@@ -352,7 +364,8 @@ impl Agent {
     }
 
     /// Opens a file of the guest, works with it and closes it, whatever happened.
-    /// Only a file whose opening is answered too late stays open in the guest.
+    /// Only a file whose opening is answered too late, or after the user's signal, stays open in
+    /// the guest.
     fn with_file<T>(
         &mut self,
         path: &str,
@@ -370,17 +383,25 @@ impl Agent {
 
     fn close(&mut self, handle: i64, deadline: Deadline) -> Result<(), QemuError> {
         let command = guest_file_close { handle };
-        if deadline.left().is_ok() {
+        let is_waited_for = match &mut self.transport {
+            Transport::Socket(conversation) => conversation.peer.left(deadline).is_ok(),
+            Transport::Libvirt(virsh) => deadline.left().is_ok() && !virsh.interrupt.is_over(),
+        };
+        if is_waited_for {
             return self.ask::<_, Empty>(&command, deadline).map(drop);
         }
         let closed = match &mut self.transport {
             // An agent that wakes up later comes to it then; nobody waits for the answer.
             Transport::Socket(conversation) => reply::request(&command, None).and_then(|request| {
                 conversation.in_step = false;
-                conversation.peer.send(&request, Deadline::after(CLOSE_BY_SOCKET))
+                conversation.peer.send_anyway(&request, Deadline::after(CLOSE_BY_SOCKET))
             }),
             Transport::Libvirt(virsh) => {
-                by_virsh::<_, Empty>(virsh, &command, Deadline::after(CLOSE_BY_VIRSH)).map(drop)
+                let interrupt = mem::take(&mut virsh.interrupt);
+                let time = if interrupt.is_over() { CLOSE_AFTER_SIGNAL } else { CLOSE_BY_VIRSH };
+                let closed = by_virsh::<_, Empty>(virsh, &command, Deadline::after(time));
+                virsh.interrupt = interrupt;
+                closed.map(drop)
             }
         };
         closed.map_err(|fault| self.error::<guest_file_close>(fault))

@@ -123,6 +123,9 @@ pub enum Fault {
         /// How long the whole request was given.
         timeout: Duration,
     },
+    /// The user did not want to wait for the answer. The command may have been carried out, or may be later.
+    #[error("interrupted")]
+    Interrupted,
     /// The peer closed the connection instead of answering.
     #[error("closed by the other side before the answer")]
     Closed,
@@ -251,7 +254,7 @@ impl QemuError {
             | Fault::Unexpected { .. } => {
                 "check that the socket is what it should be: a QMP monitor or a guest agent"
             }
-            Fault::Request(_) | Fault::Refused { .. } => return None,
+            Fault::Interrupted | Fault::Request(_) | Fault::Refused { .. } => return None,
         })
     }
 }

@@ -11,6 +11,7 @@ use super::error::{Address, Domain, Fault, QemuError};
 use super::monitor::{BlockStatistics, Histogram, LatencyHistograms};
 use super::peer::Deadline;
 use super::virsh::ask;
+use crate::interrupt::Interrupt;
 
 /// The most bins of a histogram that are read; rtvirtio's own have 172.
 const MAX_BINS: usize = 4096;
@@ -110,7 +111,10 @@ fn run<'a>(
     arguments: impl FnOnce(&'a Domain) -> Result<Vec<&'a str>, Fault>,
 ) -> Result<String, QemuError> {
     arguments(domain)
-        .and_then(|arguments| ask(Path::new("virsh"), &arguments, Deadline::after(timeout)))
+        .and_then(|arguments| {
+            let deadline = Deadline::after(timeout);
+            ask(Path::new("virsh"), &arguments, deadline, &Interrupt::default())
+        })
         .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
         .map_err(|fault| QemuError { peer: Address::Domain(domain.clone()), command, fault })
 }

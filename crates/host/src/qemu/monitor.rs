@@ -30,6 +30,7 @@ use serde_json::json;
 use super::peer::{Deadline, Peer};
 use super::virsh::Virsh;
 use super::{Address, Fault, QemuError, reply};
+use crate::interrupt::Interrupt;
 
 /// The most messages that are skipped for one answer. QEMU keeps events for a
 /// client that reads seldom; this is a day of one each second.
@@ -229,12 +230,7 @@ impl Monitor {
     /// # Errors
     /// If nobody listens, nobody greets in time, or it is no QMP socket.
     pub fn connect(path: impl AsRef<Path>, timeout: Duration) -> Result<Self, QemuError> {
-        let deadline = Deadline::after(timeout);
-        let address = Address::Socket(path.as_ref().to_owned());
-        match Peer::connect(path.as_ref(), deadline) {
-            Ok(peer) => Self::negotiate(address, peer, deadline),
-            Err(fault) => Err(QemuError { peer: address, command: "connect", fault }),
-        }
+        Self::at(&Address::Socket(path.as_ref().to_owned()), timeout)
     }
 
     /// The monitor at `address`, reached within `timeout`.
@@ -242,9 +238,25 @@ impl Monitor {
     /// # Errors
     /// As [`Self::connect`].
     pub fn at(address: &Address, timeout: Duration) -> Result<Self, QemuError> {
-        match address {
-            Address::Socket(path) => Self::connect(path, timeout),
-            Address::Domain(domain) => Ok(Self::through(Virsh::new(domain.clone()))),
+        Self::at_until(address, timeout, &Interrupt::default())
+    }
+
+    /// The same; `interrupt` ends this, and later waits.
+    pub(crate) fn at_until(
+        address: &Address,
+        timeout: Duration,
+        interrupt: &Interrupt,
+    ) -> Result<Self, QemuError> {
+        let path = match address {
+            Address::Socket(path) => path,
+            Address::Domain(domain) => {
+                return Ok(Self::through(Virsh::new(domain.clone()).until(interrupt)));
+            }
+        };
+        let deadline = Deadline::after(timeout);
+        match Peer::connect(path, deadline, interrupt) {
+            Ok(peer) => Self::negotiate(address.clone(), peer, deadline),
+            Err(fault) => Err(QemuError { peer: address.clone(), command: "connect", fault }),
         }
     }
 

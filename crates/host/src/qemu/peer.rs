@@ -1,11 +1,12 @@
 //! One end of a conversation in lines, whose other end is not trusted.
 //!
 //! Terms: a *link* carries bytes, in production a Unix socket; a *deadline*
-//! holds for a whole request, however many reads and writes it takes.
+//! holds for a whole request, however many reads and writes it takes; the user's
+//! signal ends it before.
 //!
 //! Properties: `endless_line_is_refused_at_the_limit`, `peer_that_hangs_keeps_the_deadline`,
 //! `peer_that_drips_keeps_the_deadline`, `peer_that_does_not_read_keeps_the_deadline`,
-//! `full_backlog_keeps_the_deadline`.
+//! `full_backlog_keeps_the_deadline`, `signal_ends_the_wait_for_a_peer_that_hangs`.
 
 use std::fmt;
 use std::io::{self, Read, Write};
@@ -20,6 +21,7 @@ use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 use super::Fault;
+use crate::interrupt::Interrupt;
 
 /// The most bytes of one message. The largest that rtvirtio asks for, 1 MiB of a
 /// guest's file in base64 or a program's output, stay below it.
@@ -46,6 +48,12 @@ impl Deadline {
     pub(crate) fn left(self) -> Result<Duration, Fault> {
         let left = self.at.saturating_duration_since(Instant::now());
         if left.is_zero() { Err(Fault::Late { timeout: self.timeout }) } else { Ok(left) }
+    }
+
+    /// The same, as far as the user's signal lets the next wait go.
+    fn bounded(self, interrupt: &mut Interrupt) -> Result<Duration, Fault> {
+        let left = self.left()?;
+        interrupt.bound(self.at, left).map_err(|_| Fault::Interrupted)
     }
 }
 
@@ -79,30 +87,50 @@ pub(super) struct Peer {
     link: Box<dyn Link>,
     /// What was read and not yet used.
     buffer: Vec<u8>,
+    /// What ends its waits before their deadlines.
+    pub(super) interrupt: Interrupt,
 }
 
 impl Peer {
     pub(super) fn over(link: impl Link + 'static) -> Self {
-        Self { link: Box::new(link), buffer: Vec::new() }
+        Self { link: Box::new(link), buffer: Vec::new(), interrupt: Interrupt::default() }
     }
 
-    /// Connects to the Unix socket at `path`.
-    pub(super) fn connect(path: &Path, deadline: Deadline) -> Result<Self, Fault> {
+    /// Connects to the Unix socket at `path`; `interrupt` ends this, and later waits.
+    pub(super) fn connect(
+        path: &Path,
+        deadline: Deadline,
+        interrupt: &Interrupt,
+    ) -> Result<Self, Fault> {
         let failed = |errno: Errno| Fault::Connect(errno.into());
         let address = SocketAddrUnix::new(path).map_err(failed)?;
         let flags = SocketFlags::CLOEXEC;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
         let socket = socket.map_err(failed)?;
+        let mut interrupt = interrupt.clone();
         loop {
             // connect(2) waits for room in the backlog; std's has no deadline.
-            let left = deadline.left()?;
+            let left = deadline.bounded(&mut interrupt)?;
             set_socket_timeout(&socket, Timeout::Send, Some(left)).map_err(failed)?;
             match connect(&socket, &address) {
-                Ok(()) => return Ok(Self::over(UnixStream::from(socket))),
+                Ok(()) => return Ok(Self { interrupt, ..Self::over(UnixStream::from(socket)) }),
                 Err(Errno::INTR | Errno::AGAIN) => {}
                 Err(errno) => return Err(failed(errno)),
             }
         }
+    }
+
+    /// How long the next wait of a request may take.
+    pub(super) fn left(&mut self, deadline: Deadline) -> Result<Duration, Fault> {
+        deadline.bounded(&mut self.interrupt)
+    }
+
+    /// Sends all of `bytes` after the user's signal too, for what must not be left undone.
+    pub(super) fn send_anyway(&mut self, bytes: &[u8], deadline: Deadline) -> Result<(), Fault> {
+        let interrupt = mem::take(&mut self.interrupt);
+        let sent = self.send(bytes, deadline);
+        self.interrupt = interrupt;
+        sent
     }
 
     /// Sends all of `bytes`. A part of a request would spoil the next one, so
@@ -118,7 +146,8 @@ impl Peer {
 
     fn write(&mut self, rest: &mut &[u8], deadline: Deadline) -> Result<(), Fault> {
         while !rest.is_empty() {
-            match self.link.write(rest, deadline.left()?) {
+            let left = self.left(deadline)?;
+            match self.link.write(rest, left) {
                 Ok(written) => *rest = &rest[written..],
                 Err(error) => keep_on(error, deadline)?,
             }
@@ -169,7 +198,7 @@ impl Peer {
 
     /// Reads once into the buffer, which holds [`LARGEST_MESSAGE`] and no more.
     fn fill(&mut self, deadline: Deadline) -> Result<(), Fault> {
-        let left = deadline.left()?;
+        let left = self.left(deadline)?;
         let old = self.buffer.len();
         if old >= LARGEST_MESSAGE {
             self.buffer = Vec::new();
@@ -218,8 +247,11 @@ impl Link for Replay {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::interrupt::Interrupted;
     use crate::qemu::tests::{SHORT, keeps_deadline};
     use std::os::unix::net::UnixListener;
+    use std::sync::Arc;
+    use std::sync::atomic::Ordering;
     use std::thread;
 
     fn pair() -> (Peer, UnixStream) {
@@ -295,8 +327,48 @@ mod tests {
         let path = directory.path().join("socket");
         let listener = UnixListener::bind(&path).unwrap();
         rustix::net::listen(&listener, 0).unwrap();
-        let _waits = Peer::connect(&path, Deadline::after(SHORT)).unwrap();
-        late(|deadline| Peer::connect(&path, deadline));
+        let none = Interrupt::default();
+        let _waits = Peer::connect(&path, Deadline::after(SHORT), &none).unwrap();
+        late(|deadline| Peer::connect(&path, deadline, &none));
+        let waits = Peer::connect(&path, Deadline::after(LONGEST), &interrupted_soon());
+        assert!(matches!(waits, Err(Fault::Interrupted)), "{waits:?}");
+    }
+
+    /// The signal of a user who waits for a short while.
+    fn interrupted_soon() -> Interrupt {
+        let interrupted = Arc::new(Interrupted::new(false));
+        let interrupt = Interrupt::new(Some(Arc::clone(&interrupted)), Duration::ZERO);
+        thread::spawn(move || {
+            thread::sleep(Duration::from_millis(20));
+            interrupted.store(true, Ordering::Relaxed);
+        });
+        interrupt
+    }
+
+    #[test]
+    fn signal_ends_the_wait_for_a_peer_that_hangs() {
+        let (mut peer, mut theirs) = pair();
+        let deadline = Deadline::after(LONGEST);
+        peer.interrupt = interrupted_soon();
+        let bytes = vec![b'x'; 8 << 20];
+        let sent = peer.send(&bytes, deadline);
+        assert!(matches!(sent, Err(Fault::Interrupted)), "{sent:?}");
+
+        let (mut peer, mut listens) = pair();
+        peer.interrupt = interrupted_soon();
+        let line = peer.line(deadline);
+        assert!(matches!(line, Err(Fault::Interrupted)), "{line:?}");
+        assert!(matches!(peer.send(b"a\n", deadline), Err(Fault::Interrupted)));
+        // What must not be left undone is said all the same, and no request after it.
+        peer.send_anyway(b"b\n", deadline).unwrap();
+        assert!(matches!(peer.send(b"c\n", deadline), Err(Fault::Interrupted)));
+        drop(peer);
+        let mut heard = String::new();
+        listens.read_to_string(&mut heard).unwrap();
+        assert_eq!(heard, "b\n");
+        // A part was sent: the connection is over.
+        theirs.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        theirs.read_to_end(&mut Vec::new()).unwrap();
     }
 
     #[test]

@@ -1,10 +1,10 @@
 //! The same commands where libvirt holds the sockets: `virsh` passes them on.
 //!
 //! Each command is a process of its own, which has the request's deadline and is
-//! killed when it is late. libvirt marks a domain whose monitor was used this
+//! killed when it is late, or the user interrupts. libvirt marks a domain whose monitor was used this
 //! way as tainted (`custom-monitor`); that changes nothing about it.
 //!
-//! Properties: `virsh_that_hangs_is_killed`, `endless_output_is_refused`,
+//! Properties: `virsh_that_hangs_is_killed`, `virsh_is_killed_by_the_users_signal`, `endless_output_is_refused`,
 //! `domain_name_is_never_an_option`, `domain_is_asked_for_by_its_uuid`.
 
 use std::os::fd::OwnedFd;
@@ -18,17 +18,25 @@ use super::error::excerpt;
 use super::peer::{Deadline, Peer};
 use super::reply::refused;
 use super::{Domain, Fault};
+use crate::interrupt::Interrupt;
 
 /// A domain of the local libvirt.
 #[derive(Debug)]
 pub(super) struct Virsh {
     pub(super) program: PathBuf,
     pub(super) domain: Domain,
+    /// What ends its waits before their deadlines.
+    pub(super) interrupt: Interrupt,
 }
 
 impl Virsh {
     pub(super) fn new(domain: Domain) -> Self {
-        Self { program: "virsh".into(), domain }
+        Self { program: "virsh".into(), domain, interrupt: Interrupt::default() }
+    }
+
+    /// The same, whose waits `interrupt` ends.
+    pub(super) fn until(self, interrupt: &Interrupt) -> Self {
+        Self { interrupt: interrupt.clone(), ..self }
     }
 
     /// The monitor's answer to `request`.
@@ -54,18 +62,21 @@ impl Virsh {
         let mut arguments = vec![verb, "--domain", self.domain.argument()?];
         arguments.extend(options);
         arguments.push(request.trim_end());
-        ask(&self.program, &arguments, deadline)
+        ask(&self.program, &arguments, deadline, &self.interrupt)
     }
 }
 
-/// What `virsh` of the local libvirt answers.
+/// What `virsh` of the local libvirt answers; `interrupt` ends the wait for it.
 pub(super) fn ask(
     program: &Path,
     arguments: &[&str],
     deadline: Deadline,
+    interrupt: &Interrupt,
 ) -> Result<Vec<u8>, Fault> {
-    let (mut output, stdout) = pipe()?;
-    let (mut complaint, stderr) = pipe()?;
+    let (mut output, stdout) = pipe(interrupt)?;
+    let (mut complaint, stderr) = pipe(interrupt)?;
+    // None is begun after the signal.
+    output.left(deadline)?;
     let child = Command::new(program)
         .args(["--quiet", "--connect", "qemu:///system"])
         .args(arguments)
@@ -78,10 +89,14 @@ pub(super) fn ask(
     let mut child = Killed(child.map_err(Fault::Connect)?);
     let answer = output.rest(deadline)?;
     let complaint = complaint.rest(deadline)?;
-    if child.succeeds(deadline)? {
+    if child.succeeds(|| output.left(deadline))? {
         return Ok(answer);
     }
-    Err(failure(excerpt(&complaint)))
+    match output.left(deadline) {
+        // The terminal's signal ended virsh too.
+        Err(Fault::Interrupted) => Err(Fault::Interrupted),
+        _ => Err(failure(excerpt(&complaint))),
+    }
 }
 
 /// What virsh complains of: mostly what the agent said.
@@ -94,21 +109,27 @@ fn failure(message: String) -> Fault {
 }
 
 /// A pipe whose reading end keeps deadlines, and its writing end.
-fn pipe() -> Result<(Peer, Stdio), Fault> {
+fn pipe(interrupt: &Interrupt) -> Result<(Peer, Stdio), Fault> {
     let (ours, theirs) = UnixStream::pair().map_err(Fault::Connection)?;
-    Ok((Peer::over(ours), Stdio::from(OwnedFd::from(theirs))))
+    let mut peer = Peer::over(ours);
+    peer.interrupt = interrupt.clone();
+    Ok((peer, Stdio::from(OwnedFd::from(theirs))))
 }
 
 /// Killed when dropped.
 struct Killed(Child);
 
 impl Killed {
-    fn succeeds(&mut self, deadline: Deadline) -> Result<bool, Fault> {
+    /// Whether it succeeds; `left` tells how long it may still take.
+    fn succeeds(
+        &mut self,
+        mut left: impl FnMut() -> Result<Duration, Fault>,
+    ) -> Result<bool, Fault> {
         loop {
             if let Some(status) = self.0.try_wait().map_err(Fault::Connection)? {
                 return Ok(status.success());
             }
-            thread::sleep(deadline.left()?.min(Duration::from_millis(1)));
+            thread::sleep(left()?.min(Duration::from_millis(1)));
         }
     }
 }

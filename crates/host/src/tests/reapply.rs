@@ -9,7 +9,7 @@ use rtvirtio_spec::plan::{IoThreads, PLAN_VERSION, Plan, PlannedDevice, PlannedV
 use super::*;
 
 /// A saved plan for one VM: bfq, and its weight.
-fn plan_of(bed: &Bed, name: &str, weight: u32) -> Plan {
+pub(super) fn plan_of(bed: &Bed, name: &str, weight: u32) -> Plan {
     let path = std::path::PathBuf::from("/dev/sda");
     let identity = bed.host.identity(&path).unwrap();
     let weight = Weight::new(weight).unwrap();

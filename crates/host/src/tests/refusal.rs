@@ -1,5 +1,7 @@
 //! What is refused before the first write, and what fails after it.
 
+use std::sync::Mutex;
+
 use rustix::io::Errno;
 
 use super::*;
@@ -55,8 +57,25 @@ fn replaced_device_is_refused() {
 
 #[test]
 fn scheduler_not_offered_is_refused_before_any_write() {
-    let (_, error, untouched) = refused(|bed| bed.fake.withhold(DISK, "bfq"));
+    let (_, error, untouched) = refused(|bed| {
+        bed.fake.withhold(DISK, "bfq");
+        bed.fake.put("/proc/sys/kernel/osrelease", "6.12\n");
+        bed.fake.put("/lib/modules/6.12/modules.dep", "kernel/block/kyber-iosched.ko:\n");
+    });
     assert!(matches!(error, HostError::SchedulerNotOffered { .. }) && untouched);
+}
+
+#[test]
+fn scheduler_is_tried_where_modules_cannot_be_seen_and_a_refusal_changes_nothing() {
+    let (bed, error, untouched) = refused(|bed| bed.fake.withhold(DISK, "bfq"));
+    assert!(matches!(error, HostError::WriteRefused { .. }) && untouched, "{error}");
+    assert!(error.lacks_scheduler() && error.hint().unwrap().contains("modprobe bfq"), "{error}");
+    assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Clean);
+    // Others refuse for other reasons.
+    let (_, error, _) = refused(|bed| {
+        bed.fake.refuse(format!("{QUEUE}/scheduler"), Errno::ROFS);
+    });
+    assert!(matches!(error, HostError::WriteRefused { .. }) && !error.lacks_scheduler(), "{error}");
 }
 
 #[test]
@@ -192,7 +211,7 @@ fn apply_while_another_waits_to_be_confirmed_is_refused() {
 /// A calibration of the disk, which has set another scheduler, as long as the lock is kept.
 fn calibrating(bed: &Bed) -> (Host, Lock) {
     let calibration = Host::with_sysfs(bed.state.path().join("bench"), bed.fake.clone());
-    let lock = calibration.state.lock_within("in-use", Duration::ZERO).unwrap();
+    let lock = calibration.state.lock_within("in-use", Duration::ZERO, None).unwrap();
     let (observed, changes) = bed.changes_to(&wanted_with(Scheduler::Kyber));
     let options = ApplyOptions::default();
     assert!(calibration.apply(&bed.topology, &observed, &changes, options).unwrap().written > 0);
@@ -223,6 +242,50 @@ fn device_that_is_measured_is_neither_set_nor_put_back() {
 
     calibration.rollback().unwrap();
     assert_eq!(bed.snapshot(), applied);
+    bed.host.rollback().unwrap();
+    assert_eq!(bed.snapshot(), before);
+}
+
+#[test]
+fn calibration_does_not_begin_while_a_plan_is_applied() {
+    let bed = Bed::new(true, "none");
+    let before = bed.snapshot();
+    let (observed, changes) = bed.changes_to(&wanted());
+    let calibration = bed.host.clone().with_state_directory(bed.state.path().join("bench"));
+    // It begins when the plan is checked and nothing of it is written, and has seen what was there.
+    let begun = Arc::new(Mutex::new(None));
+    let (seen, begins) = (Arc::clone(&begun), calibration.clone());
+    let (topology, found) = (bed.topology.clone(), observed.clone());
+    let host = bed.host.clone().with_observer(Arc::new(move |step| {
+        let mut begun = seen.lock().unwrap();
+        if !matches!(step, crate::Step::BeforeWrite { .. }) || begun.is_some() {
+            return std::ops::ControlFlow::Continue(());
+        }
+        let (calibration, topology, found) = (begins.clone(), topology.clone(), found.clone());
+        let applying = std::thread::spawn(move || {
+            let changes = diff(&found, &wanted_with(Scheduler::Kyber));
+            calibration.apply(&topology, &found, &changes, ApplyOptions::default())
+        });
+        let start = std::time::Instant::now();
+        while !applying.is_finished() && start.elapsed() < Duration::from_millis(200) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        *begun = Some(applying);
+        std::ops::ControlFlow::Continue(())
+    }));
+    let written = host.apply(&bed.topology, &observed, &changes, ApplyOptions::default()).unwrap();
+    assert_eq!(written.written, changes.len());
+    let applying = begun.lock().unwrap().take().unwrap();
+    // What it had seen is not there any more.
+    let error = applying.join().unwrap().unwrap_err();
+    assert!(matches!(error, HostError::Stale { .. }), "{error}");
+    assert_eq!(calibration.journal_status().unwrap(), JournalStatus::Clean);
+    assert_eq!(bed.drift(&wanted()), 0);
+
+    // Once it has begun the device is its own; when it has ended, nothing is left of either.
+    let (observed, changes) = bed.changes_to(&wanted_with(Scheduler::Kyber));
+    calibration.apply(&bed.topology, &observed, &changes, ApplyOptions::default()).unwrap();
+    calibration.rollback().unwrap();
     bed.host.rollback().unwrap();
     assert_eq!(bed.snapshot(), before);
 }

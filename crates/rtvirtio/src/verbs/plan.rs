@@ -137,7 +137,9 @@ pub(crate) fn plan_host(
             _ => None,
         };
         let identity = host.identity(&device.path)?;
-        let schedulers = host.schedulers(&device.path)?;
+        // Where nobody can tell, the kernel can load what the profile was measured under.
+        let was_probed = |name: &str| profile.probes.iter().any(|p| p.scheduler.name() == name);
+        let schedulers = host.schedulers(&device.path, was_probed)?;
         profiles.insert(device.name.clone(), (profile, identity, learned, schedulers));
     }
     let found = profiles

@@ -3,7 +3,8 @@
 use std::sync::{Arc, Mutex, mpsc};
 
 use super::*;
-use crate::qemu::{Agent, ExecStatus, GuestDisk, PciAddress};
+use crate::interrupt::{Interrupt, Interrupted};
+use crate::qemu::{Address, Agent, ExecStatus, GuestDisk, PciAddress};
 
 /// A command's answer; `None`: the agent says nothing.
 type Answer = Option<Value>;
@@ -108,6 +109,34 @@ fn write_file_closes_the_handle_on_error() {
     let error = connect(&place).write_file("/tmp/full", "bogus", ENOUGH).unwrap_err();
     assert!(matches!(error.fault, Fault::Unexpected { .. }), "{error}");
     assert_eq!(commands(&log), ["guest-file-open", "guest-file-write", "guest-file-close"]);
+}
+
+#[test]
+fn file_is_closed_after_the_users_signal() {
+    let interrupted = Arc::new(Interrupted::new(false));
+    let signal = Arc::clone(&interrupted);
+    let (place, log) = serve(move |command, _| match command {
+        "guest-file-open" => ok(json!(7)),
+        // The answer does not come, and the user does not wait for it.
+        "guest-file-write" => {
+            signal.store(true, Ordering::Relaxed);
+            None
+        }
+        _ => ok(json!({})),
+    });
+    let interrupt = Interrupt::new(Some(interrupted), Duration::ZERO);
+    let address = Address::Socket(place.socket.clone());
+    let mut agent = Agent::at_until(&address, ENOUGH, &interrupt).unwrap();
+    let start = Instant::now();
+    let error = agent.write_file("/sys/knob", "1", ENOUGH).unwrap_err();
+    assert!(matches!(error.fault, Fault::Interrupted), "{error}");
+    assert!(start.elapsed() < ENOUGH / 2, "{:?}", start.elapsed());
+    let expected = ["guest-file-open", "guest-file-write", "guest-file-close"];
+    assert_eq!(wait_for(&log, 3), expected);
+    // No request is begun after it.
+    let error = agent.time(ENOUGH).unwrap_err();
+    assert!(matches!(error.fault, Fault::Interrupted), "{error}");
+    assert_eq!(commands(&log), expected);
 }
 
 #[test]

@@ -2,8 +2,10 @@
 
 use std::fs;
 use std::process::Command;
+use std::sync::Arc;
 
 use super::*;
+use crate::interrupt::{Interrupt, Interrupted};
 use crate::qemu::virsh::Virsh;
 use crate::qemu::{Agent, Domain, ExecStatus, Monitor};
 
@@ -27,7 +29,7 @@ impl Played {
     }
 
     fn virsh(&self, domain: &str) -> Virsh {
-        Virsh { program: self.directory.path().join("virsh"), domain: domain.into() }
+        Virsh { program: self.directory.path().join("virsh"), ..Virsh::new(domain.into()) }
     }
 
     fn arguments(&self) -> Vec<String> {
@@ -128,7 +130,7 @@ fn missing_domain_and_missing_virsh_are_faults() {
     let played = Played::new(&format!("echo '{not_connected}' >&2; exit 1"));
     let error = Agent::through(played.virsh("plc")).time(ENOUGH).unwrap_err();
     assert!(error.hint().unwrap().contains("org.qemu.guest_agent.0"));
-    let absent = Virsh { program: "/nonexistent/virsh".into(), domain: "plc".into() };
+    let absent = Virsh { program: "/nonexistent/virsh".into(), ..Virsh::new("plc".into()) };
     let error = Monitor::through(absent).status(ENOUGH).unwrap_err();
     assert!(error.hint().unwrap().contains("install virsh"));
 }
@@ -146,6 +148,34 @@ fn virsh_that_hangs_is_killed() {
         let pid = fs::read_to_string(directory.path().join("virsh.pid")).unwrap();
         assert!(!fs::exists(format!("/proc/{}", pid.trim())).unwrap(), "{pid} lives");
     }
+}
+
+#[test]
+fn virsh_is_killed_by_the_users_signal() {
+    let played = Played::new("echo $$ >>\"$0.pid\"; exec sleep 600");
+    let interrupted = Arc::new(Interrupted::new(false));
+    let interrupt = Interrupt::new(Some(Arc::clone(&interrupted)), Duration::ZERO);
+    let mut monitor = Monitor::through(played.virsh("plc").until(&interrupt));
+    let file = played.directory.path().join("virsh.pid");
+    let pid = || fs::read_to_string(&file).unwrap_or_default();
+    let start = Instant::now();
+    let error = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !pid().ends_with('\n') && start.elapsed() < ENOUGH / 2 {
+                thread::sleep(Duration::from_millis(5));
+            }
+            interrupted.store(true, Ordering::Relaxed);
+        });
+        monitor.status(ENOUGH).unwrap_err()
+    });
+    assert!(matches!(error.fault, Fault::Interrupted), "{error}");
+    assert!(start.elapsed() < ENOUGH, "{:?}", start.elapsed());
+    let pid = pid();
+    assert!(!fs::exists(format!("/proc/{}", pid.trim())).unwrap(), "{pid} lives");
+    // None is started after it.
+    let error = monitor.status(ENOUGH).unwrap_err();
+    assert!(matches!(error.fault, Fault::Interrupted), "{error}");
+    assert_eq!(fs::read_to_string(&file).unwrap(), pid);
 }
 
 #[test]
