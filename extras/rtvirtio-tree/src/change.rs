@@ -66,6 +66,11 @@ impl Refusal {
         }
     }
 
+    /// Whether the same change may be made later: it is right, and what it names is there.
+    pub(super) fn may_pass(&self) -> bool {
+        !matches!(self.errno(), Errno::INVAL | Errno::NOENT)
+    }
+
     /// What to do about it, if the data plane says.
     pub(super) fn hint(&self) -> Option<String> {
         match self {

@@ -20,7 +20,8 @@
 //!
 //! Properties (tests of the same name): `numbers_stay_and_are_not_used_again`,
 //! `snapshot_is_shared_while_it_is_fresh`, `snapshot_that_takes_long_is_taken_less_often`,
-//! `views_that_are_held_are_bounded`, `wrong_text_is_refused_with_its_errno`, and with a mount, in crates/rtvirtio/tests/it/tree.rs:
+//! `views_that_are_held_are_bounded`, `wrong_text_is_refused_with_its_errno`,
+//! `device_whose_move_is_refused_is_moved_later`, and with a mount, in crates/rtvirtio/tests/it/tree.rs:
 //! `read_only_user_can_look_and_not_write`, `mount_goes_with_each_of_its_processes`,
 //! `wrong_writes_change_nothing`.
 

@@ -6,7 +6,7 @@
 
 use std::ffi::OsStr;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use fuser::{
@@ -22,6 +22,8 @@ use super::view::{FRESH, FRESH_WHOLE, View, Views};
 
 /// How long a snapshot may take: the data plane waits for nothing to give it.
 const SNAPSHOT_TIME: Duration = Duration::from_secs(2);
+/// How long after a new device's move was refused it is tried again.
+pub(super) const AGAIN: Duration = Duration::from_secs(1);
 /// Of a write: more than [`change::MAX_TEXT`], so that a longer text is not cut into shorter ones.
 const MAX_WRITE: u32 = 64 << 10;
 /// The handle of a file that shows no view.
@@ -31,6 +33,8 @@ const NO_VIEW: FileHandle = FileHandle(0);
 pub(super) struct Tree {
     client: ControlClient,
     views: Mutex<Views>,
+    /// Told when the move of a new device was refused.
+    refused: Condvar,
     /// Why the last write that failed did.
     error: Mutex<String>,
     /// Whose the files are.
@@ -48,6 +52,7 @@ impl Tree {
         Self {
             client,
             views: Mutex::new(Views::new()),
+            refused: Condvar::new(),
             error: Mutex::default(),
             user: rustix::process::geteuid().as_raw(),
             group: rustix::process::getegid().as_raw(),
@@ -90,10 +95,16 @@ impl Tree {
         let result = change.make(&self.client);
         // What has changed is seen at once, and so is what a change that failed has left.
         lock(&self.views).forget();
-        if let Change::Default(iothread) = change {
-            lock(&self.views).set_default(iothread);
-            // Whatever has come since the view above is new.
-            self.adopt();
+        match change {
+            Change::Default(iothread) => {
+                lock(&self.views).set_default(iothread);
+                // Whatever has come since the view above is new.
+                self.adopt();
+            }
+            Change::MoveDevice(device, _) | Change::MoveQueue(device, ..) if result.is_ok() => {
+                lock(&self.views).settle(&device);
+            }
+            _ => {}
         }
         result
     }
@@ -103,17 +114,34 @@ impl Tree {
         *lock(&self.error) = format!("{what}: {refusal}\n{hint}");
     }
 
-    /// Moves devices that have come to where new ones go.
+    /// Moves devices that have come to where new ones go. What may pass, as that a front end just connects, is left to
+    /// [`Self::keep_adopting`].
     pub(super) fn adopt(&self) {
         let new = self.view(Duration::ZERO).ok().and_then(|view| lock(&self.views).take_new(&view));
         let Some((devices, iothread)) = new else { return };
         for device in devices {
-            let change = Change::MoveDevice(device.clone(), iothread.clone());
-            if let Err(refusal) = change.make(&self.client) {
-                self.failed(&format!("worker/default: device {device}"), &refusal);
+            let change = Change::MoveDevice(device.name.clone(), iothread.clone());
+            let Err(refusal) = change.make(&self.client) else { continue };
+            // It is said once, however often it is tried.
+            if device.refused == 0 {
+                self.failed(&format!("worker/default: device {}", device.name), &refusal);
+            }
+            if refusal.may_pass() {
+                lock(&self.views).put_back(device, &iothread);
+                self.refused.notify_one();
             }
         }
         lock(&self.views).forget();
+    }
+
+    /// Tries moves again that were refused, for ever.
+    pub(super) fn keep_adopting(&self) -> ! {
+        loop {
+            let views = lock(&self.views);
+            drop(self.refused.wait_while(views, |views| !views.has_refused()));
+            std::thread::sleep(AGAIN);
+            self.adopt();
+        }
     }
 
     fn attributes(&self, node: Node) -> FileAttr {
@@ -353,5 +381,115 @@ impl Filesystem for Mounted {
         reply: ReplyEmpty,
     ) {
         reply.error(Errno::EPERM);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::os::unix::net::{UnixListener, UnixStream};
+    use std::thread;
+
+    use rtvirtio_units::IoThreadName;
+
+    use super::super::view::tests::text;
+    use super::*;
+
+    /// A data plane with IOThreads a and b and these devices on a.
+    #[derive(Default)]
+    struct DataPlane {
+        devices: Vec<&'static str>,
+        /// Moves that it refuses yet, with this status.
+        refusals: u32,
+        status: u16,
+        /// Moves that it was asked for.
+        asked: u32,
+    }
+
+    impl DataPlane {
+        /// Answers one request.
+        fn answer(&mut self, stream: UnixStream) {
+            let (mut reader, mut line, mut length) = (BufReader::new(&stream), String::new(), 0);
+            reader.read_line(&mut line).unwrap();
+            let is_move = line.starts_with("PUT /v1/mapping/");
+            while line != "\r\n" {
+                line.clear();
+                reader.read_line(&mut line).unwrap();
+                if let Some(value) = line.strip_prefix("Content-Length: ") {
+                    length = value.trim().parse().unwrap();
+                }
+            }
+            let mut body = vec![0; length];
+            reader.read_exact(&mut body).unwrap();
+            let (status, body) = match is_move {
+                true if self.refusals > 0 => {
+                    self.refusals -= 1;
+                    (self.status, r#"{"error":"it is busy"}"#.to_owned())
+                }
+                // What was asked for is what it is.
+                true => (200, String::from_utf8(body).unwrap()),
+                false => {
+                    const ON: &[&str] = &["a"];
+                    let devices: Vec<_> = self.devices.iter().map(|name| (*name, ON)).collect();
+                    (200, text(&["a", "b"], &devices))
+                }
+            };
+            self.asked += u32::from(is_move);
+            let head = format!("HTTP/1.0 {status} x\r\nContent-Length: {}\r\n\r\n", body.len());
+            (&stream).write_all((head + &body).as_bytes()).unwrap();
+        }
+    }
+
+    /// The tree of such a data plane, in which devices that come go to b.
+    fn tree() -> (Arc<Tree>, Arc<Mutex<DataPlane>>, tempfile::TempDir) {
+        let directory = tempfile::tempdir().unwrap();
+        let listener = UnixListener::bind(directory.path().join("s")).unwrap();
+        let plane = Arc::new(Mutex::new(DataPlane { devices: vec!["x"], ..DataPlane::default() }));
+        let served = Arc::clone(&plane);
+        thread::spawn(move || {
+            listener.incoming().for_each(|stream| lock(&served).answer(stream.unwrap()));
+        });
+        let tree = Tree::new(ControlClient::new(directory.path().join("s")));
+        tree.view(Duration::ZERO).unwrap();
+        lock(&tree.views).set_default(Some(IoThreadName::new("b").unwrap()));
+        (Arc::new(tree), plane, directory)
+    }
+
+    fn come(plane: &Mutex<DataPlane>, refusals: u32, status: u16) {
+        let mut plane = lock(plane);
+        plane.devices.push("late");
+        (plane.refusals, plane.status) = (refusals, status);
+    }
+
+    #[test]
+    fn device_whose_move_is_refused_is_moved_later() {
+        let (tree, plane, _directory) = tree();
+        come(&plane, 2, 409);
+        tree.adopt();
+        let said = std::mem::take(&mut *lock(&tree.error));
+        assert_eq!(said, "worker/default: device late: it is busy\n");
+        let again = Arc::clone(&tree);
+        thread::spawn(move || {
+            again.keep_adopting();
+        });
+        let start = Instant::now();
+        while lock(&plane).asked < 3 {
+            assert!(start.elapsed() < Duration::from_secs(20), "it is not tried again");
+            thread::sleep(Duration::from_millis(10));
+        }
+        // It was said once, and is moved once.
+        tree.adopt();
+        assert_eq!((lock(&plane).asked, &**lock(&tree.error)), (3, ""));
+    }
+
+    #[test]
+    fn move_that_cannot_be_right_later_is_not_tried_again() {
+        for status in [404, 422] {
+            let (tree, plane, _directory) = tree();
+            come(&plane, u32::MAX, status);
+            (0..3).for_each(|_| tree.adopt());
+            assert_eq!(lock(&plane).asked, 1, "{status}");
+            assert!(!lock(&tree.views).has_refused());
+        }
     }
 }

@@ -49,6 +49,10 @@ fn start(socket: &Path, directory: &Path) -> Result<()> {
         let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
         end(&watched, "");
     })?;
+    let again = Arc::clone(&tree);
+    thread::Builder::new().name("again".to_owned()).spawn(move || {
+        again.keep_adopting();
+    })?;
     let watched = directory.to_owned();
     thread::Builder::new().name("events".to_owned()).spawn(move || {
         let why = follow(events, &tree);

@@ -24,6 +24,8 @@ const REST: u32 = 5;
 pub(super) const MAX_HELD: usize = 64;
 /// Most bytes of their texts, if that is more than two views.
 const MAX_HELD_BYTES: usize = 64 << 20;
+/// How often the move of a new device is tried: one a second ([`super::mount::AGAIN`]), for half a minute.
+pub(super) const MAX_TRIES: u32 = 30;
 
 /// Numbers of names: a name keeps its number while it is there, and no other one gets it later.
 #[derive(Debug)]
@@ -180,12 +182,22 @@ impl View {
     }
 }
 
+/// A device that is to go to where new ones go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct NewDevice {
+    pub(super) name: DiskName,
+    /// How often that was refused.
+    pub(super) refused: u32,
+}
+
 /// What becomes of new devices.
 #[derive(Debug)]
 struct NewDevices {
     iothread: IoThreadName,
     /// Those with this number or a higher one.
     from: u32,
+    /// And those whose move was refused, with how often.
+    refused: BTreeMap<DiskName, u32>,
 }
 
 /// The latest views.
@@ -278,17 +290,48 @@ impl Views {
     /// Devices that are not there yet go there.
     pub(super) fn set_default(&mut self, default: Option<IoThreadName>) {
         let from = self.devices.next;
-        self.default = default.map(|iothread| NewDevices { iothread, from });
+        let refused = BTreeMap::new();
+        self.default = default.map(|iothread| NewDevices { iothread, from, refused });
     }
 
-    /// The devices of `view` that are new, each time other ones, and where they go.
-    pub(super) fn take_new(&mut self, view: &View) -> Option<(Vec<DiskName>, IoThreadName)> {
+    /// The devices of `view` that are new, each time other ones but for those that were put back, and where they go.
+    pub(super) fn take_new(&mut self, view: &View) -> Option<(Vec<NewDevice>, IoThreadName)> {
         let default = self.default.as_mut()?;
-        let new = view.devices().filter(|(number, _)| *number >= default.from);
-        let new = new.map(|(_, device)| device.name()).collect();
+        // Who was put back and is not in the view has gone.
+        let mut before = std::mem::take(&mut default.refused);
+        let new = view.devices().filter_map(|(number, device)| {
+            let name = device.name();
+            let refused = before.remove(&name);
+            // One that has come anew under the name of another has a number of its own.
+            let refused = if number >= default.from { 0 } else { refused? };
+            Some(NewDevice { name, refused })
+        });
+        let new = new.collect();
         // Another reader may have had a later view in the meantime: what is in that alone is new yet.
         default.from = default.from.max(view.next_device);
         Some((new, default.iothread.clone()))
+    }
+
+    /// A new device's move to `iothread` was refused: it is to be tried again, unless that was the last time, or new devices go
+    /// elsewhere by now.
+    pub(super) fn put_back(&mut self, device: NewDevice, iothread: &IoThreadName) {
+        let refused = device.refused + 1;
+        let default = self.default.as_mut().filter(|default| default.iothread == *iothread);
+        if let Some(default) = default.filter(|_| refused < MAX_TRIES) {
+            default.refused.insert(device.name, refused);
+        }
+    }
+
+    /// Somebody has said where a device goes: it is not new any more.
+    pub(super) fn settle(&mut self, device: &DiskName) {
+        if let Some(default) = &mut self.default {
+            default.refused.remove(device);
+        }
+    }
+
+    /// Whether there is a device whose move is to be tried again.
+    pub(super) fn has_refused(&self) -> bool {
+        self.default.as_ref().is_some_and(|default| !default.refused.is_empty())
     }
 }
 
@@ -449,7 +492,7 @@ pub(super) mod tests {
     #[test]
     fn devices_are_new_once_and_only_after_the_default_was_set() {
         let name = |text: &str| IoThreadName::new(text).unwrap();
-        let device = |text: &str| DiskName::new(text).unwrap();
+        let device = |text: &str| NewDevice { name: DiskName::new(text).unwrap(), refused: 0 };
         let mut views = Views::new();
         let view = views.take(text(&["a", "b"], &[("x", &["a"])]));
         assert_eq!(views.take_new(&view), None);
@@ -464,5 +507,52 @@ pub(super) mod tests {
         assert_eq!(views.take_new(&later), Some((vec![device("v")], name("b"))));
         // It goes with its IOThread.
         assert_eq!(views.take(text(&["a"], &[])).default, None);
+    }
+
+    #[test]
+    fn device_whose_move_is_refused_is_new_again_for_so_many_times() {
+        let name = |text: &str| IoThreadName::new(text).unwrap();
+        let with = |devices: &[&str]| {
+            const ON: &[&str] = &["a"];
+            let devices: Vec<_> = devices.iter().map(|name| (*name, ON)).collect();
+            text(&["a", "b"], &devices)
+        };
+        let mut views = Views::new();
+        views.take(with(&["x"]));
+        views.set_default(Some(name("b")));
+        let view = views.take(with(&["w", "x"]));
+        let mut tries = 0;
+        while let Some((devices, iothread)) = views.take_new(&view)
+            && let Ok([device]) = <[NewDevice; 1]>::try_from(devices)
+        {
+            assert_eq!((device.name.as_str(), device.refused), ("w", tries));
+            assert!(!views.has_refused());
+            views.put_back(device, &iothread);
+            tries += 1;
+            assert!(tries <= MAX_TRIES);
+            assert_eq!(views.has_refused(), tries < MAX_TRIES);
+        }
+        assert_eq!(tries, MAX_TRIES);
+
+        // Not if somebody has said where it goes, it has gone, or new ones go elsewhere.
+        let device = NewDevice { name: DiskName::new("w").unwrap(), refused: 3 };
+        let put_back = |views: &mut Views| views.put_back(device.clone(), &name("b"));
+        put_back(&mut views);
+        views.settle(&device.name);
+        assert!(!views.has_refused());
+        put_back(&mut views);
+        let without = views.take(with(&["x"]));
+        assert_eq!(views.take_new(&without), Some((vec![], name("b"))));
+        assert!(!views.has_refused());
+        put_back(&mut views);
+        // Another one of its name has been refused nothing yet.
+        let again = views.take(with(&["w", "x"]));
+        let anew = NewDevice { refused: 0, ..device.clone() };
+        assert_eq!(views.take_new(&again), Some((vec![anew], name("b"))));
+        put_back(&mut views);
+        views.set_default(Some(name("a")));
+        assert!(!views.has_refused());
+        put_back(&mut views);
+        assert!(!views.has_refused());
     }
 }
