@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+import re
 import threading
 import time
 from typing import Any
@@ -150,8 +151,22 @@ def test_other_threads_run_while_it_simulates() -> None:
 
 def test_expected_time_is_what_the_slowest_task_needs() -> None:
     condition = grid.one(vms=1, rates=[100, 500], settings=grid.Settings("table2", percentile=99.9))
-    # Ten of 10,000 requests lie beyond p99.9: 100 s at 100 a second, and 1 s of warm-up.
-    assert rtvirtio.expected_ns(condition) == 101 * SECOND
+    # Ten of 10,000 requests lie beyond p99.9: 100 s at 100 a second, 1 s of warm-up, and 0.6 s until all
+    # tasks have started.
+    assert rtvirtio.expected_ns(condition) == 101_600_000_000
+
+
+@pytest.mark.parametrize("key", ["transport", "software", "device.mean_service"])
+@pytest.mark.parametrize("value", [10**18, 2**64 - 1, -1, math.nan])
+def test_time_that_is_out_of_range_is_named(key: str, value: object) -> None:
+    condition: Any = short()
+    *way, last = key.split(".")
+    place = condition
+    for step in way:
+        place = place[step]
+    place[last] = value
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)}\b"):
+        rtvirtio.simulate(condition)
 
 
 def test_features_of_a_condition_are_as_by_hand() -> None:

@@ -54,12 +54,11 @@ mod _core {
         to_python(py, &config)
     }
 
-    /// How long a condition is simulated if each task delivers its rate, warm-up and all, ns.
+    /// How long a condition is simulated if each task delivers its rate, ns: with the warm-up, and the time before it in which
+    /// tasks start.
     #[pyfunction]
     fn expected_ns(condition: &Bound<'_, PyAny>) -> PyResult<u64> {
-        let condition = checked(condition)?;
-        let measured = condition.length.expected(&condition.vms);
-        Ok(condition.warm_up.get().saturating_add(measured.get()))
+        Ok(checked(condition)?.expected().get())
     }
 
     fn checked(condition: &Bound<'_, PyAny>) -> PyResult<Condition> {

@@ -17,8 +17,8 @@
 //! requests, more than one hardware queue. Limits are not applied in the data plane.
 //!
 //! Pure: the seed is the condition's. Properties (tests of the same name): `same_seed_same_outcome`,
-//! `each_request_ends_once`, `lone_task_waits_for_the_device_alone`, `device_delivers_its_capacity`,
-//! `idling_holds_others_up`, `no_idling_no_tail`, `weights_divide_a_saturated_device`,
+//! `each_request_ends_once`, `each_task_goes_on_at_its_rate_at_most`, `lone_task_waits_for_the_device_alone`,
+//! `device_delivers_its_capacity`, `idling_holds_others_up`, `no_idling_no_tail`, `weights_divide_a_saturated_device`,
 //! `real_time_class_goes_first`, `limit_caps_a_writer`, `promises_hold_beside_a_deep_writer`.
 
 mod bfq;

@@ -1,9 +1,11 @@
 //! What is simulated: a device, the path to it, the VMs that share it.
 
 use rtvirtio_spec::settings::{Limits, Scheduler};
-use rtvirtio_ssd::SsdConfig;
+use rtvirtio_ssd::{SsdConfig, Stalls};
 use rtvirtio_units::{Bytes, Nanos, Percentile, Weight};
 use serde::{Deserialize, Serialize};
+
+use super::world::LEAD;
 
 /// The most VMs of a condition.
 pub const MAX_VMS: usize = 1024;
@@ -192,6 +194,14 @@ pub enum ConditionError {
         /// What it may be.
         range: &'static str,
     },
+    /// A time is out of its range.
+    #[error("{field} is out of range ({range})")]
+    Time {
+        /// The field.
+        field: &'static str,
+        /// What it may be.
+        range: &'static str,
+    },
     /// A level is out of its range.
     #[error("vms[{vm}].priority: levels are 0 to 7")]
     Priority {
@@ -213,6 +223,10 @@ pub enum ConditionError {
 }
 
 const MONTH: Nanos = Nanos::from_millis(30 * 24 * 3600 * 1000);
+/// The most that a request takes on average of the device, or beside it, and the longest stall.
+const MAX_TIME: Nanos = Nanos::from_millis(10_000);
+/// Stalls that come more often leave the device no time, and each request has to pass through all of them.
+const MIN_STALL_INTERVAL: Nanos = Nanos::from_millis(1);
 
 impl Condition {
     /// Checks every range.
@@ -228,6 +242,7 @@ impl Condition {
         {
             return Err(ConditionError::Length);
         }
+        self.check_times()?;
         let of_host = match self.service {
             Service::Kernel { scheduler } => Some(scheduler),
             Service::DataPlane => None,
@@ -240,6 +255,37 @@ impl Condition {
             vm.check(index)?;
         }
         Ok(())
+    }
+
+    /// Events have times of 64 bits, ns: those of one request are to be far from the end of these.
+    fn check_times(&self) -> Result<(), ConditionError> {
+        let out = |field, range| Err(ConditionError::Time { field, range });
+        let SsdConfig { mean_service, stalls, .. } = self.device;
+        if self.transport > MAX_TIME {
+            return out("transport", "0 to 10 s");
+        }
+        if self.software > MAX_TIME {
+            return out("software", "0 to 10 s");
+        }
+        if mean_service > MAX_TIME {
+            return out("device.mean_service", "1 ns to 10 s");
+        }
+        if let Some(Stalls { length, mean_interval }) = stalls {
+            if length > MAX_TIME {
+                return out("device.stalls.length", "0 to 10 s");
+            }
+            if !(MIN_STALL_INTERVAL..=MONTH).contains(&mean_interval) {
+                return out("device.stalls.mean_interval", "1 ms to 30 days");
+            }
+        }
+        Ok(())
+    }
+
+    /// How long it is simulated if each task delivers its rate: until all have started, the warm-up, and the window.
+    #[must_use]
+    pub fn expected(&self) -> Nanos {
+        let before = Nanos::new(LEAD).saturating_add(self.warm_up);
+        before.saturating_add(self.length.expected(&self.vms))
     }
 }
 

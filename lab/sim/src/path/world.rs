@@ -29,6 +29,8 @@ const BEHIND: (u64, f64) = (10_000, 7_000.0);
 const START: u64 = 500_000_000;
 const START_WITHIN: u64 = 100_000_000;
 const VM_STARTS_WITHIN: u64 = 1_000_000;
+/// How long that takes, before the warm-up, ns.
+pub(super) const LEAD: u64 = START + START_WITHIN;
 /// Requests are at random within so many sectors, 2 GiB.
 const SECTORS: u32 = 1 << 22;
 /// Latencies are recorded to two digits, up to an hour.
@@ -143,8 +145,37 @@ pub fn run(condition: &Condition) -> Result<Outcome, ConditionError> {
     Ok(world.outcome(condition, Nanos::new(until - warm_up)))
 }
 
+/// How many requests of `condition` have ended if nothing more is issued from its end on.
+///
+/// # Errors
+/// Says what has become of a request that has not ended, or has ended twice.
+#[cfg(test)]
+pub(super) fn drained(condition: &Condition) -> Result<u64, String> {
+    // More than limits and weights hold up what may be under way.
+    const ENOUGH: u64 = 3_600_000_000_000;
+    let mut world = World::new(condition).map_err(|error| error.to_string())?;
+    let end = world.from + condition.length.at_most.get();
+    while let Some(event) = world.events.next(end) {
+        world.handle(event);
+    }
+    world.tasks.iter_mut().for_each(|t| t.task.queue_depth = 0);
+    while let Some(event) = world.events.next(end + ENOUGH) {
+        world.handle(event);
+    }
+    let under_way: Vec<u32> = world.tasks.iter().map(|t| t.in_flight).collect();
+    if under_way.iter().any(|&requests| requests > 0) {
+        return Err(format!("these requests of each task have not ended: {under_way:?}"));
+    }
+    // A slot that is given back twice has another missing in its place, or is one too many.
+    world.free.sort_unstable();
+    if !world.free.iter().copied().eq(0..world.flying.len() as u32) {
+        return Err(format!("of {} slots these are free: {:?}", world.flying.len(), world.free));
+    }
+    Ok(world.ended)
+}
+
 /// The cgroups' parents and weights, and each process as bfq of the host sees it.
-fn host_processes(condition: &Condition) -> (Vec<(usize, u32)>, Vec<Process>) {
+pub(super) fn host_processes(condition: &Condition) -> (Vec<(usize, u32)>, Vec<Process>) {
     let nesting = usize::from(condition.nesting);
     let mut groups: Vec<_> = (0..nesting).map(|g| (g, u32::from(Weight::DEFAULT.get()))).collect();
     groups.extend(condition.vms.iter().map(|vm| (nesting, u32::from(vm.weight.get()))));
@@ -199,7 +230,7 @@ impl World {
             free: Vec::new(),
             transport: condition.transport.get() as f64 / 3.0,
             software: condition.software.get() as f64 / 2.0,
-            from: START + START_WITHIN + condition.warm_up.get(),
+            from: LEAD + condition.warm_up.get(),
             ended: 0,
         };
         let mut host_process = 0;
@@ -446,7 +477,7 @@ impl World {
             let end = self.ssd.submit(Nanos::new(now), length);
             let transport =
                 (self.transport * 2.0) as u64 + exponential(&mut self.rng, self.transport);
-            self.events.push(end.get() + transport, Event::Done { id });
+            self.events.push(end.get().saturating_add(transport), Event::Done { id });
             gave = true;
         }
         let host = self.vms.len() as u32;
