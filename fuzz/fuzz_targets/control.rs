@@ -1,5 +1,6 @@
-//! Requests of the control API, well formed or not, in any order, to a data plane that does them: each is
-//! answered, an error in JSON with its words, and what there is afterwards is within its bounds.
+//! Requests of the control API, well formed or not, in any order, to a data plane that does them, of disks, network devices and
+//! networks: each is answered in HTTP and JSON, an error with its words, and what there is afterwards is within its bounds and goes
+//! together.
 
 #![no_main]
 
@@ -13,7 +14,10 @@ use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use rtvirtio_dataplane::control::ControlServer;
 use rtvirtio_dataplane::plane::{Plane, Registry};
-use rtvirtio_spec::serve::Control;
+use rtvirtio_host::dataplane::ControlClient;
+use rtvirtio_spec::control::NicState;
+use rtvirtio_spec::serve::{Control, NicLink, wire};
+use rtvirtio_units::DiskName;
 
 #[derive(Arbitrary, Debug)]
 enum Request {
@@ -30,6 +34,12 @@ enum Request {
     RemoveSchedule(u8),
     SetQos(u8, Qos),
     RemoveQos(u8),
+    AddNetwork { name: u8, max_broadcast: Option<u64> },
+    RemoveNetwork(u8),
+    AddNic(Nic),
+    RemoveNic(u8),
+    SetNicRate(u8, u8, Rate),
+    RemoveNicRate(u8, u8),
     SetPolicy { policy: u8, cpus: Vec<u16>, min: Option<u32>, max: Option<u32> },
     Get(u8),
     /// Anything at all in the place of a path, a method or a body.
@@ -45,6 +55,30 @@ struct Qos {
     deadline_us: Option<u64>,
     iops: Option<u64>,
     max_iops: Option<u64>,
+}
+
+#[derive(Arbitrary, Debug)]
+struct Nic {
+    name: u8,
+    socket: u8,
+    link: u8,
+    vlan: Option<u16>,
+    trunk: Option<Vec<u16>>,
+    anti_spoofing: Option<bool>,
+    mac: Option<u8>,
+    mtu: Option<u16>,
+    queues: Option<u8>,
+    trust: Option<u8>,
+    rx: Option<Rate>,
+    tx: Option<Rate>,
+}
+
+#[derive(Arbitrary, Debug)]
+struct Rate {
+    max_frames: Option<u32>,
+    max_mbit: Option<u16>,
+    burst_ms: Option<u16>,
+    within_us: Option<u16>,
 }
 
 /// What serves, once for all inputs.
@@ -88,6 +122,67 @@ impl Qos {
             part("iops", self.iops),
             part("max_iops", self.max_iops),
         )
+    }
+}
+
+/// An object of the members that there are.
+fn object(members: &[(&str, Option<String>)]) -> String {
+    let members = members.iter().filter_map(|(key, value)| {
+        let value = value.as_ref()?;
+        Some(format!("{key:?}:{value}"))
+    });
+    format!("{{{}}}", members.collect::<Vec<_>>().join(","))
+}
+
+impl Rate {
+    fn json(&self) -> String {
+        object(&[
+            ("max_frames", self.max_frames.map(|n| n.to_string())),
+            ("max_mbit", self.max_mbit.map(|n| n.to_string())),
+            ("burst_ms", self.burst_ms.map(|n| n.to_string())),
+            ("within_us", self.within_us.map(|n| n.to_string())),
+        ])
+    }
+}
+
+impl Nic {
+    /// On a network or on datagrams, both, or nothing. Of TAPs, which are the host's, there are none here.
+    fn json(&self, directory: &std::path::Path) -> String {
+        let path = |name: String| format!("{:?}", directory.join(name).display().to_string());
+        let (local, remote) = (path(format!("{}.dgram", name(self.socket))), path("peer".into()));
+        let dgram = format!("{{\"local\":{local},\"remote\":{remote}}}");
+        let network = format!("{:?}", name(self.link / 8));
+        let (dgram, network) = match self.link % 8 {
+            0 => (None, None),
+            1 => (Some(dgram), Some(network)),
+            2 => (Some(dgram), None),
+            _ => (None, Some(network)),
+        };
+        object(&[
+            ("name", Some(format!("{:?}", name(self.name)))),
+            ("vm", Some("\"vm\"".into())),
+            ("socket", Some(path(format!("{}.sock", name(self.socket))))),
+            ("dgram", dgram),
+            ("network", network),
+            ("vlan", self.vlan.map(|vlan| vlan.to_string())),
+            ("trunk", self.trunk.as_ref().map(|vlans| format!("{vlans:?}"))),
+            ("anti_spoofing", self.anti_spoofing.map(|yes| yes.to_string())),
+            ("mac", self.mac.map(|last| format!("\"02:00:00:00:00:{last:02x}\""))),
+            ("mtu", self.mtu.map(|mtu| mtu.to_string())),
+            ("queues", self.queues.map(|pairs| pairs.to_string())),
+            ("trust", self.trust.map(|trust| format!("{:?}", name(trust)))),
+            ("rx", self.rx.as_ref().map(Rate::json)),
+            ("tx", self.tx.as_ref().map(Rate::json)),
+        ])
+    }
+}
+
+/// `rx`, `tx`, or what is neither.
+const fn direction(which: u8) -> &'static str {
+    match which % 8 {
+        0 => "x",
+        odd if odd % 2 == 1 => "rx",
+        _ => "tx",
     }
 }
 
@@ -162,6 +257,23 @@ impl Request {
                 of("PUT", format!("/v1/devices/{}/qos", name(*n)), qos.json())
             }
             Self::RemoveQos(n) => of("DELETE", format!("/v1/devices/{}/qos", name(*n)), "".into()),
+            Self::AddNetwork { name: n, max_broadcast } => {
+                let more = max_broadcast.map(|frames| frames.to_string());
+                let body = [("name", Some(format!("{:?}", name(*n)))), ("max_broadcast", more)];
+                of("POST", "/v1/networks".into(), object(&body))
+            }
+            Self::RemoveNetwork(n) => of("DELETE", format!("/v1/networks/{}", name(*n)), "".into()),
+            Self::AddNic(nic) => {
+                let body = format!("{{\"nic\":{},\"fds\":[]}}", nic.json(directory));
+                of("POST", "/v1/nics".into(), body)
+            }
+            Self::RemoveNic(n) => of("DELETE", format!("/v1/nics/{}", name(*n)), "".into()),
+            Self::SetNicRate(n, way, rate) => {
+                of("PUT", format!("/v1/nics/{}/{}", name(*n), direction(*way)), rate.json())
+            }
+            Self::RemoveNicRate(n, way) => {
+                of("DELETE", format!("/v1/nics/{}/{}", name(*n), direction(*way)), "".into())
+            }
             Self::SetPolicy { policy, cpus, min, max } => {
                 let policies = ["static", "round-robin", "dynamic", "advise", "iocm", "spdk", "x"];
                 let policy = policies[usize::from(*policy) % policies.len()];
@@ -171,10 +283,20 @@ impl Request {
                 of("PUT", "/v1/policy".into(), body)
             }
             Self::Get(which) => {
-                let paths =
-                    ["snapshot", "devices", "iothreads", "mapping/a", "policy", "decisions", "x"];
-                let path = paths[usize::from(*which) % paths.len()];
-                of("GET", format!("/v1/{path}"), "".into())
+                let paths = [
+                    "/v1/snapshot",
+                    "/v1/devices",
+                    "/v1/iothreads",
+                    "/v1/mapping/a",
+                    "/v1/policy",
+                    "/v1/decisions",
+                    "/v1/x",
+                    "/v1/nics",
+                    "/v1/networks",
+                    "/v1/configuration",
+                    "/metrics",
+                ];
+                of("GET", paths[usize::from(*which) % paths.len()].into(), "".into())
             }
             Self::Wild { method, path, body } => {
                 let methods: [&[u8]; 6] = [b"GET", b"PUT", b"POST", b"PATCH", b"DELETE", b"X"];
@@ -190,6 +312,77 @@ impl Request {
             Self::Raw(_) => unreachable!("not in parts"),
         }
     }
+}
+
+/// What follows the JSON value that begins here (RFC 8259), if one does.
+fn after_value(text: &str) -> Option<&str> {
+    let text = text.trim_start();
+    match text.chars().next()? {
+        '{' => after_members(&text[1..], '}', |text| {
+            after_value(after_string(text)?.trim_start().strip_prefix(':')?)
+        }),
+        '[' => after_members(&text[1..], ']', after_value),
+        '"' => after_string(text),
+        '-' | '0'..='9' => {
+            let of_number = |c: char| c.is_ascii_digit() || "+-.eE".contains(c);
+            let rest = text.trim_start_matches(of_number);
+            text[..text.len() - rest.len()].parse::<f64>().ok()?;
+            Some(rest)
+        }
+        _ => ["true", "false", "null"].iter().find_map(|word| text.strip_prefix(word)),
+    }
+}
+
+fn after_members<'a>(
+    text: &'a str,
+    end: char,
+    after_one: fn(&'a str) -> Option<&'a str>,
+) -> Option<&'a str> {
+    if let Some(rest) = text.trim_start().strip_prefix(end) {
+        return Some(rest);
+    }
+    let mut rest = after_one(text)?.trim_start();
+    while let Some(next) = rest.strip_prefix(',') {
+        rest = after_one(next)?.trim_start();
+    }
+    rest.strip_prefix(end)
+}
+
+fn after_string(text: &str) -> Option<&str> {
+    let mut rest = text.trim_start().strip_prefix('"')?.chars();
+    loop {
+        match rest.next()? {
+            '"' => return Some(rest.as_str()),
+            '\\' => match rest.next()? {
+                'u' => {
+                    for _ in 0..4 {
+                        rest.next()?.to_digit(16)?;
+                    }
+                }
+                escaped if !"\"\\/bfnrt".contains(escaped) => return None,
+                _ => {}
+            },
+            '\0'..='\x1f' => return None,
+            _ => {}
+        }
+    }
+}
+
+/// Status, type and body of an answer (RFC 9112).
+fn answered(text: &str) -> Option<(u16, &str, &str)> {
+    let (head, body) = text.split_once("\r\n\r\n")?;
+    let mut lines = head.split("\r\n");
+    let status = lines.next()?.strip_prefix("HTTP/1.1 ")?.get(..3)?.parse().ok()?;
+    let (mut kind, mut length) = ("", 0);
+    for line in lines {
+        let (name, value) = line.split_once(": ")?;
+        match name.to_ascii_lowercase().as_str() {
+            "content-length" => length = value.parse().ok()?,
+            "content-type" => kind = value,
+            _ => {}
+        }
+    }
+    (length == body.len()).then_some((status, kind, body))
 }
 
 fuzz_target!(|requests: Vec<Request>| {
@@ -210,24 +403,43 @@ fuzz_target!(|requests: Vec<Request>| {
         let _ = stream.write_all(&text);
         stream.read_to_end(&mut answer).expect("an answer");
         let text = String::from_utf8(answer).expect("UTF-8");
-        let status: u16 = text
-            .strip_prefix("HTTP/1.1 ")
-            .and_then(|rest| rest.get(..3)?.parse().ok())
-            .unwrap_or_else(|| panic!("{request:?}: {text:?}"));
+        let (status, kind, body) =
+            answered(&text).unwrap_or_else(|| panic!("{request:?}: {text:?}"));
         assert!((200..600).contains(&status), "{request:?}: {text}");
+        // Metrics are text, and all else that is said is JSON.
+        if !body.is_empty() && (path != b"/metrics" || status != 200) {
+            let is_json = after_value(body).is_some_and(|rest| rest.trim().is_empty());
+            assert!(is_json && kind == "application/json", "{request:?}: {text}");
+        }
         // Not even what cannot be done is a fault of the server's own but by the kernel.
         let is_failure = text.contains("the change failed");
         assert!(!is_failure, "{request:?}: {text}");
-        if status == 400 && text.ends_with("\r\n\r\n") {
+        if status == 400 && body.is_empty() {
             // Of hyper: the path is no target.
             continue;
         }
         if status >= 400 {
-            let (_, body) = text.split_once("\r\n\r\n").expect("a body");
             assert!(body.contains("\"error\":"), "{request:?}: {text}");
         }
     }
     // The next input meets what it can meet.
     let found = served.registry.observe();
-    assert!(found.devices.len() <= 16 && found.iothreads.len() <= 128);
+    assert!(found.devices.len() <= 16 && found.nics.len() <= 16 && found.iothreads.len() <= 128);
+    // What is served goes together, and is what is said of it.
+    let configuration = served.registry.configuration();
+    for nic in &configuration.nics {
+        if let NicLink::Network(port) = &nic.link {
+            assert!(configuration.networks.iter().any(|network| network.name == port.network));
+        }
+        let others = configuration.nics.iter().filter(|other| other.name != nic.name);
+        assert_eq!(nic.fits(others), Ok(()));
+        let name = DiskName::from(nic.name.clone());
+        assert!(configuration.devices.iter().all(|disk| disk.name != name));
+    }
+    let client = ControlClient::new(&served.socket);
+    let nics: Vec<NicState> = client.get("/v1/nics").unwrap();
+    assert_eq!(nics.len(), configuration.nics.len());
+    let said: wire::Configuration = client.get("/v1/configuration").unwrap();
+    assert_eq!((said.nic.len(), said.network.len()), (nics.len(), configuration.networks.len()));
+    client.snapshot().unwrap();
 });

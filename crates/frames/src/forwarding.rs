@@ -222,6 +222,8 @@ impl Forwarding {
         {
             return Ok((origin, destination));
         }
+        // This one may be learned, and change where such a frame goes, even if it is refused.
+        last.0 = None;
         // More is looked at of these.
         let is_plain = head.tag().is_none() && head.ethertype() != ARP;
         let origin = self.admit(number, head, now)?;
@@ -613,6 +615,20 @@ mod tests {
         assert_eq!((tagged.tag(), switch.egress(0, origin)), (None, Egress::Untagged));
         let origin = switch.admit(0, &mut head(mac(9), mac(1), &[]), 0).unwrap();
         assert_eq!(switch.egress(2, origin), Egress::Tagged(10));
+    }
+
+    #[test]
+    fn frame_that_is_refused_is_not_forgotten_for_those_before() {
+        let open = |last| Port { anti_spoofing: false, ..port(last, Vlans::Untagged) };
+        let switch = Forwarding::new(vec![open(1), open(2)]);
+        sent(&switch, 1, head(mac(1), mac(9), &[])).unwrap();
+        let mut last = LastFrame::default();
+        let mut forward =
+            |to, source| switch.forward(0, &mut head(mac(to), mac(source), &[]), 0, &mut last);
+        assert_eq!(forward(9, 1).unwrap().1, Destination::Port(1));
+        // The address has moved to the sender, which a frame to itself says.
+        assert_eq!(forward(9, 9), Err(Refused::NoReceiver));
+        assert_eq!(forward(9, 1), Err(Refused::NoReceiver));
     }
 
     proptest! {
