@@ -28,7 +28,8 @@
 //! - `what_is_admitted_for_one_in_10_000_is_kept`, mostly;
 //! - `what_a_refusal_says_would_fit_does`;
 //! - `wish_that_is_refused_does_not_count`;
-//! - `fit_grows_worse_with_each_further_promise`.
+//! - `fit_grows_worse_with_each_further_promise`;
+//! - `of_equal_wishes_the_first_speaks_for_all`: a VM is tested against different wishes, however many VMs have them.
 
 use std::cell::LazyCell;
 
@@ -208,22 +209,37 @@ struct Outlook {
     most: Option<f64>,
 }
 
+/// What is promised already: of equal wishes only the first, since the others fare as it does whatever comes. There may be
+/// thousands of VMs, and each further one is tested against all of these.
+#[derive(Debug, Default)]
+struct Promised<'a>(Vec<(usize, &'a Wish)>);
+
+impl<'a> Promised<'a> {
+    fn add(&mut self, vm: usize, wishes: &'a [Wish]) {
+        for wish in wishes {
+            if !self.0.iter().any(|(_, known)| *known == wish) {
+                self.0.push((vm, wish));
+            }
+        }
+    }
+}
+
 impl Curve {
     /// What the test says of each wish. VMs are heard in this order, each with all its wishes: they
     /// fit together, or the VM gets nothing.
     #[must_use]
     pub fn admit<V: AsRef<[Wish]>>(&self, vms: &[V]) -> Vec<Vec<Fit>> {
         let mut sum = Sum::default();
-        let mut admitted: Vec<(usize, &Wish)> = Vec::new();
+        let mut promised = Promised::default();
         let mut heard = Vec::with_capacity(vms.len());
         for (vm, wishes) in vms.iter().enumerate() {
             let wishes = wishes.as_ref();
             let with = self.sum(sum, wishes);
-            let refusals = self.refusals((sum, &admitted), (with, wishes));
+            let refusals = self.refusals((sum, &promised.0), (with, wishes));
             let fits = refusals.iter().all(Option::is_none);
             if fits {
                 sum = with;
-                admitted.extend(wishes.iter().map(|wish| (vm, wish)));
+                promised.add(vm, wishes);
             }
             heard.push((wishes, refusals, with, fits));
         }
@@ -382,7 +398,53 @@ mod tests {
         prop::collection::vec(one, 1..20)
     }
 
+    /// VMs whose wishes are of few kinds.
+    fn vms_of_few_kinds() -> impl Strategy<Value = Vec<Vec<Wish>>> {
+        let kib = prop::sample::select(vec![4u64, 16, 64]);
+        let kind =
+            (kib, 20.0..400.0, 1_000u64..4_000).prop_map(|(kib, iops, us)| wish(kib, iops, us));
+        let kinds = prop::collection::vec(kind, 1..4);
+        let vm = prop::collection::vec(any::<prop::sample::Index>(), 1..3);
+        (kinds, prop::collection::vec(vm, 1..30)).prop_map(|(kinds, vms)| {
+            let of = |vm: Vec<prop::sample::Index>| -> Vec<Wish> {
+                vm.iter().map(|kind| *kind.get(&kinds)).collect()
+            };
+            vms.into_iter().map(of).collect()
+        })
+    }
+
+    /// As [`Curve::admit`] is defined: each VM beside all that is promised before it, wish by wish.
+    fn admit_wish_by_wish(curve: &Curve, vms: &[Vec<Wish>]) -> Vec<Vec<Fit>> {
+        let mut sum = Sum::default();
+        let (mut promised, mut heard) = (Vec::new(), Vec::new());
+        for (vm, wishes) in vms.iter().enumerate() {
+            let with = curve.sum(sum, wishes);
+            let refusals = curve.refusals((sum, &promised), (with, wishes));
+            let fits = refusals.iter().all(Option::is_none);
+            if fits {
+                sum = with;
+                promised.extend(wishes.iter().map(|wish| (vm, wish)));
+            }
+            heard.push((wishes, refusals, (!fits).then_some(with)));
+        }
+        let fits = |(wishes, refusals, with): (&Vec<Wish>, Vec<Option<Refusal>>, Option<Sum>)| {
+            let beside = with.unwrap_or(sum);
+            let fit = |(wish, refusal)| Fit { least: curve.outlook(wish, &beside).least, refusal };
+            wishes.iter().zip(refusals).map(fit).collect()
+        };
+        heard.into_iter().map(fits).collect()
+    }
+
     proptest! {
+        #[test]
+        fn of_equal_wishes_the_first_speaks_for_all(vms in vms_of_few_kinds()) {
+            let curve = reference();
+            prop_assert_eq!(curve.admit(&vms), admit_wish_by_wish(&curve, &vms));
+            let mut promised = Promised::default();
+            vms.iter().enumerate().for_each(|(vm, wishes)| promised.add(vm, wishes));
+            prop_assert!(promised.0.len() <= 3, "{promised:?}");
+        }
+
         #[test]
         fn what_a_refusal_says_would_fit_does(mut wishes in wishes()) {
             let fits = alone(&wishes);
@@ -476,6 +538,12 @@ mod tests {
         first.promise.deadline = alone(&[first])[0].least.scale(1.01);
         let many = vec![wish(4, 1_500.0, 10_000); 6];
         assert!(alone(&many).iter().all(|fit| fit.refusal.is_none()));
+        // Of two VMs with the same promise it is the first.
+        let mut twin = wish(4, 500.0, 10_000);
+        twin.promise.deadline = alone(&[many[0], twin, twin])[1].least.scale(1.01);
+        let of_twins =
+            &reference().admit(&[vec![many[0]], vec![twin], vec![twin], many.clone()])[3];
+        assert_eq!(of_twins[0].refusal, Some(Refusal::Other { vm: 1, broken: Broken::Deadline }));
         let of_many = &reference().admit(&[vec![first], many])[1];
         let expected = Some(Refusal::Other { vm: 0, broken: Broken::Deadline });
         let refusals: Vec<_> = of_many.iter().map(|fit| fit.refusal).collect();
