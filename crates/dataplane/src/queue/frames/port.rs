@@ -12,7 +12,7 @@ use rtvirtio_virtq::memory::Memory;
 use rtvirtio_virtq::ring::Ring;
 use rustix::fd::BorrowedFd;
 
-use super::buffers::{Ahead, Buffers, Gathered};
+use super::buffers::{Ahead, Buffers, Gathered, write_header};
 use super::{Gate, Pass, Served};
 use crate::copy::copy;
 use crate::drr::{TurnBudget, cost};
@@ -519,13 +519,11 @@ impl WithTagOf for Header {
 /// Writes a complete frame and its virtio header to a buffer that is long enough.
 #[inline]
 fn write_plain(mut buffer: Segment, frame: &Frame) {
-    let header = Header::COMPLETE.in_buffers(1);
-    // SAFETY: guest memory, which the ring's memory keeps mapped.
-    unsafe { copy(header.0.as_ptr(), buffer.base(), BYTES) };
+    write_header(&Header::COMPLETE.in_buffers(1), [&buffer]);
     buffer.advance(BYTES);
     let head = frame.head.bytes();
     if head.len() == MAX_HEAD_BYTES {
-        // SAFETY: as above, of a length that the compiler knows.
+        // SAFETY: guest memory, which the ring's memory keeps mapped, and a length that the compiler knows.
         unsafe { std::ptr::copy(head.as_ptr(), buffer.base(), MAX_HEAD_BYTES) };
     } else {
         // SAFETY: as above.
