@@ -376,8 +376,8 @@ mod tests {
         if limited.current.is_some_and(|most| most < WAITING + 2_000)
             && rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).is_err()
         {
-            eprintln!("skipped: {WAITING} descriptors need a higher limit (ulimit -n)");
-            return;
+            let why = format!("needs {WAITING} descriptors (ulimit -n)");
+            return rtvirtio_engine::testing::skipped(why);
         }
         let waiting: Vec<_> = (0..WAITING)
             .map(|_| {

@@ -221,8 +221,7 @@ mod tests {
     #[test]
     fn nothing_but_an_own_new_socket_is_given_away() {
         if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: to give a file away needs root");
-            return;
+            return rtvirtio_engine::testing::skipped("needs root, to give a file away");
         }
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);

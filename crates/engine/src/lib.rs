@@ -21,6 +21,8 @@ mod request;
 pub mod slice;
 pub mod ssd;
 mod store;
+#[cfg(any(test, feature = "test-utils"))]
+pub mod testing;
 mod timed;
 
 pub use commands::CommandRing;

@@ -416,6 +416,7 @@ impl QueueHost for Host {
 #[cfg(test)]
 mod tests {
     use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
+    use rtvirtio_engine::testing::has_io_uring;
 
     use super::*;
     use crate::device::{DeviceConfig, Limits};
@@ -438,7 +439,7 @@ mod tests {
             read_only: false,
             explicit_raw: false,
             block_size: None,
-            aio: Aio::IoUring,
+            aio: Aio::Auto,
         });
         let engine = Arc::new(engine.unwrap());
         let device = Device::new(DeviceConfig {
@@ -466,7 +467,7 @@ mod tests {
     #[test]
     fn move_while_a_session_begins_is_of_its_queue_and_of_no_other() {
         let image = image();
-        let (pool, threads) = pool_with_threads();
+        let Some((pool, threads)) = pool_with_threads() else { return };
         let setup = setup(image.path(), Wish::Off, Arc::new(|_, _| ()));
         let setup = HostSetup { pool: Arc::clone(&pool), ..setup };
         let host = Host::new(setup, vec![threads[0]]);
@@ -505,6 +506,9 @@ mod tests {
 
     #[test]
     fn memory_is_registered_again_for_another_mapping_and_only_then() {
+        if !has_io_uring() {
+            return;
+        }
         let image = image();
         let host = host_with(image.path(), Wish::On, Arc::new(|_, _| ()));
         let one = mapped();
@@ -532,6 +536,9 @@ mod tests {
 
     #[test]
     fn memory_that_cannot_be_registered_is_said_once_if_it_need_not_be() {
+        if !has_io_uring() {
+            return;
+        }
         let image = image();
         let said = Arc::new(Mutex::new(Vec::new()));
         let report = {

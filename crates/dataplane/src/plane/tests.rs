@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use rtvirtio_completion::slots::SlotMemory;
 use rtvirtio_engine::ram::RamEngine;
+use rtvirtio_engine::testing::has_io_uring;
 use rtvirtio_iocores::QueueKind;
 use rtvirtio_spec::serve::IoThread;
 use rustix::event::{EventfdFlags, eventfd};
@@ -31,11 +32,14 @@ use rtvirtio_vhost::session::{Answer, QueueHost, Refused, Session, StartError};
 
 mod nics;
 
-/// A pool with two IOThreads.
-pub(super) fn pool_with_threads() -> (Arc<Pool>, [ThreadId; 2]) {
+/// A pool with two IOThreads, if there are rings for them; else the test is skipped.
+pub(super) fn pool_with_threads() -> Option<(Arc<Pool>, [ThreadId; 2])> {
+    if !has_io_uring() {
+        return None;
+    }
     let pool = Arc::new(Pool::default());
     let threads = ["iot0", "iot1"].map(|name| pool.add_thread(name, Polling::default()).unwrap());
-    (pool, threads)
+    Some((pool, threads))
 }
 
 /// Something that an IOThread serves and no registry knows of: slots need no driver.
@@ -119,12 +123,15 @@ fn disk() -> DiskName {
 }
 
 impl Rig {
-    /// A disk in RAM with a queue on a thread.
-    fn new() -> Self {
+    /// A disk in RAM with a queue on a thread, which needs a ring: else the test is skipped.
+    fn new() -> Option<Self> {
         Self::with(Arc::new(|_, _| ()))
     }
 
-    fn with(report: Arc<Report>) -> Self {
+    fn with(report: Arc<Report>) -> Option<Self> {
+        if !has_io_uring() {
+            return None;
+        }
         let registry = Registry::new(report).unwrap();
         let directory = tempfile::tempdir().unwrap();
         let events = registry.events();
@@ -142,7 +149,7 @@ impl Rig {
         let iothread = IoThreadName::new("iot0").unwrap();
         assert_eq!(rig.event(), Event::IothreadAdded { iothread });
         assert_eq!(rig.event(), Event::DeviceAdded { device: disk() });
-        rig
+        Some(rig)
     }
 
     #[track_caller]
@@ -206,7 +213,7 @@ fn break_ring(guest: &OwnedFd) {
 
 #[test]
 fn front_end_that_comes_and_leaves_is_told_of() {
-    let mut rig = Rig::new();
+    let Some(mut rig) = Rig::new() else { return };
     for _ in 0..2 {
         let front = UnixStream::connect(rig.directory.path().join("disk.sock")).unwrap();
         assert_eq!(rig.event(), Event::FrontEndConnected { device: disk() });
@@ -227,7 +234,7 @@ fn qos(value: serde_json::Value) -> Qos {
 
 #[test]
 fn disk_joins_changes_and_leaves_a_schedule_that_stays_as_long_as_it_is_used() {
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let registry = &rig.registry;
     let name = |text: &str| Name::new(text).unwrap();
     let schedule = |text: &str, channels: u32| {
@@ -291,7 +298,7 @@ fn disk_joins_changes_and_leaves_a_schedule_that_stays_as_long_as_it_is_used() {
 
 #[test]
 fn queue_never_goes_to_an_iothread_of_another_trust_domain() {
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let registry = &rig.registry;
     let iothread = |name: &str, trust: Option<&str>| {
         let raw = json!({ "name": name, "trust": trust });
@@ -334,7 +341,7 @@ fn queue_never_goes_to_an_iothread_of_another_trust_domain() {
 
 #[test]
 fn cpus_that_are_not_there_are_refused_with_a_remedy_and_nothing_changes() {
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let registry = &rig.registry;
     let before = registry.configuration();
     // No host of the tests has the last that can be named. With others that are there it is refused all the same.
@@ -364,7 +371,7 @@ fn cpus_that_are_not_there_are_refused_with_a_remedy_and_nothing_changes() {
 
 #[test]
 fn resize_to_less_is_refused_unless_it_is_meant() {
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let resize =
         |size: u64, shrink| rig.registry.resize_device(&disk(), Some(Bytes::new(size)), shrink);
     let refused = resize(1 << 19, false).unwrap_err();
@@ -377,7 +384,7 @@ fn resize_to_less_is_refused_unless_it_is_meant() {
 
 #[test]
 fn size_that_an_image_cannot_have_changes_nothing() {
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let image = rig.directory.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
     let device = json!({
@@ -411,7 +418,7 @@ fn size_that_an_image_cannot_have_changes_nothing() {
 /// What is printed as the configuration can be read again.
 #[test]
 fn disk_in_memory_does_not_grow_beyond_what_a_configuration_may_say() {
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let device = json!({
         "name": "large",
         "vm": "vm",
@@ -427,7 +434,7 @@ fn disk_in_memory_does_not_grow_beyond_what_a_configuration_may_say() {
 
 #[test]
 fn image_without_a_block_is_refused_with_what_to_do() {
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let image = rig.directory.path().join("image");
     for size in [0, 100] {
         std::fs::File::create(&image).unwrap().set_len(size).unwrap();
@@ -448,7 +455,7 @@ fn image_without_a_block_is_refused_with_what_to_do() {
 fn nobody_who_looks_waits_for_an_image_that_is_locked_by_another() {
     use rtvirtio_engine::file::{Access, Lock};
 
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let image = rig.directory.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
     let file = std::fs::File::options().read(true).write(true).open(&image).unwrap();
@@ -492,7 +499,7 @@ fn nobody_who_looks_waits_for_an_image_that_is_locked_by_another() {
 
 #[test]
 fn descriptor_that_another_disk_has_is_not_served_twice() {
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let image = rig.directory.path().join("image");
     let file = std::fs::File::create_new(&image).unwrap();
     file.set_len(1 << 20).unwrap();
@@ -523,7 +530,7 @@ fn descriptor_that_another_disk_has_is_not_served_twice() {
 
 #[test]
 fn kick_that_is_no_eventfd_pipe_or_socket_is_refused() {
-    let rig = Rig::new();
+    let Some(rig) = Rig::new() else { return };
     let (mut session, _guest) = rig.session();
     let kick = || Message::SetVringKick(VringFd { index: 0, fd: true });
     let refused = session.handle(kick(), vec![memory(1)]).unwrap_err();
@@ -544,6 +551,7 @@ fn driver_that_kicks_an_empty_ring_is_told_of_once_on_both_sides() {
             other => panic!("{other:?}"),
         })
     });
+    let Some(rig) = rig else { return };
     let event = || eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     for round in 1..=2 {
         let (mut session, _guest) = rig.session();
@@ -572,7 +580,7 @@ fn driver_that_kicks_an_empty_ring_is_told_of_once_on_both_sides() {
 
 #[test]
 fn ring_that_breaks_is_told_of_once() {
-    let mut rig = Rig::new();
+    let Some(mut rig) = Rig::new() else { return };
     let (mut session, guest) = rig.session();
     let (mut ours, theirs) = UnixStream::pair().unwrap();
     session.handle(Message::SetBackendReqFd, vec![theirs.into()]).unwrap();
@@ -594,7 +602,7 @@ fn ring_that_breaks_is_told_of_once() {
 
 #[test]
 fn ring_that_breaks_and_stops_at_once_is_told_of() {
-    let mut rig = Rig::new();
+    let Some(mut rig) = Rig::new() else { return };
     for _ in 0..20 {
         let (mut session, guest) = rig.session();
         break_ring(&guest);

@@ -10,6 +10,7 @@ use io_uring::{opcode, types};
 use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileSource};
 use rtvirtio_engine::ram::RamEngine;
 use rtvirtio_engine::ssd::{Faults, SsdEngine};
+use rtvirtio_engine::testing::has_io_uring;
 use rtvirtio_engine::{Engine, Geometry, Operation, Outcome, Request, SubmitContext};
 use rtvirtio_units::Bytes;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -94,6 +95,11 @@ fn file(aio: Aio) -> Arc<FileEngine> {
         aio,
     };
     Arc::new(FileEngine::open(config).unwrap())
+}
+
+/// A pool, if there are rings for its IOThreads; else the test is skipped.
+fn pool() -> Option<Pool> {
+    has_io_uring().then(Pool::default)
 }
 
 fn threads<const N: usize>(pool: &Pool) -> [ThreadId; N] {
@@ -363,7 +369,7 @@ fn assert_rests(tid: i32, what: &str) {
 
 #[test]
 fn requests_complete_once_on_every_engine() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let ids: [_; 2] = threads(&pool);
     let engines: [(&str, Arc<dyn Engine>); 4] = [
         ("ram", ram()),
@@ -399,7 +405,7 @@ fn requests_complete_once_on_every_engine() {
 fn requests_of_a_later_batch_have_waited_for_those_before() {
     let cpu = Duration::from_micros(100);
     let engine = Arc::new(RamEngine::new(Bytes::new(DISK), cpu).unwrap());
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     let mut queue = Guarded::new(Shape::of(0));
     // Two batches of 8 in the first pass.
@@ -454,7 +460,7 @@ fn waited_by_two(pool: &Pool, id: ThreadId) -> u64 {
 
 #[test]
 fn requests_found_together_have_waited_for_the_other_queues_turn() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     // Of each queue the second batch waits for the first one's 0.8 ms, and one queue's 16 wait for
     // the other's 1.6 ms.
@@ -467,7 +473,7 @@ fn busy_time_is_of_the_queue_that_it_was_spent_on() {
     let cpu = Duration::from_micros(50);
     let heavy = device(Arc::new(RamEngine::new(Bytes::new(DISK), cpu).unwrap()), 1);
     let light = device(ram(), 1);
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     let mut queues = [0, 1].map(|part| Guarded::new(Shape::of(part)));
     let setups = [queues[0].setup(&heavy), queues[1].setup(&light)];
@@ -494,7 +500,7 @@ fn busy_time_is_of_the_queue_that_it_was_spent_on() {
 
 #[test]
 fn backlog_is_what_the_driver_has_made_available_and_nobody_has_taken() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     for (part, expected) in [(0, 16), (1, 1)] {
         // Split, and packed, where one place says no more than that there is something.
@@ -527,7 +533,7 @@ fn backlog_is_what_the_driver_has_made_available_and_nobody_has_taken() {
 
 #[test]
 fn kicks_before_a_queue_is_enabled_are_not_lost() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     let device = device(ram(), 1);
     let mut queue = Guarded::new(Shape::of(0));
@@ -551,7 +557,7 @@ fn kicks_before_a_queue_is_enabled_are_not_lost() {
 
 #[test]
 fn driver_is_called_when_its_queue_starts_as_an_earlier_server_may_not_have() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     let queue = Guarded::new(Shape::of(0));
     let key = pool.start(queue.setup(&device(ram(), 1)), id).unwrap();
@@ -563,7 +569,7 @@ fn driver_is_called_when_its_queue_starts_as_an_earlier_server_may_not_have() {
 
 #[test]
 fn stop_waits_for_what_is_in_flight() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     // 25 ms a request, four at a time.
     let device = device(ssd("ref-4x250*100"), 1);
@@ -582,7 +588,7 @@ fn stop_waits_for_what_is_in_flight() {
 /// Whoever has kept a key of a queue that has stopped does nothing to the one that has its place now.
 #[test]
 fn key_of_a_queue_that_has_stopped_is_of_no_other_one() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id, to] = threads(&pool);
     let device = device(ram(), 1);
     let queue = Guarded::new(Shape::of(0));
@@ -623,7 +629,7 @@ fn key_of_a_queue_that_has_stopped_is_of_no_other_one() {
 
 #[test]
 fn queue_that_rests_beside_a_busy_one_stops_at_once() {
-    let pool = Arc::new(Pool::default());
+    let Some(pool) = pool().map(Arc::new) else { return };
     let [id] = threads(&pool);
     let over = Arc::new(AtomicBool::new(false));
     let _stop = Stop(&over);
@@ -653,7 +659,7 @@ fn queue_that_rests_beside_a_busy_one_stops_at_once() {
 
 #[test]
 fn thread_ends_only_when_it_serves_nothing() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [a, b] = threads(&pool);
     let queue = Guarded::new(Shape::of(0));
     let key = pool.start(queue.setup(&device(ram(), 1)), a).unwrap();
@@ -671,7 +677,7 @@ fn thread_ends_only_when_it_serves_nothing() {
 
 #[test]
 fn used_length_of_a_read_that_fails_names_no_byte_of_its_data() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     let faults = Faults { error_every: std::num::NonZeroU64::new(1), ..Faults::default() };
     let config = "ref-8x80".parse().unwrap();

@@ -131,8 +131,7 @@ mod tests {
     #[test]
     fn group_is_the_users_own_unless_one_is_named() {
         let Ok(own) = Identity::find("nobody", None) else {
-            eprintln!("SKIPPED group_is_the_users_own_unless_one_is_named: no user nobody");
-            return;
+            return rtvirtio_engine::testing::skipped("there is no user nobody");
         };
         let other = Identity::find("nobody", Some("root")).unwrap();
         assert_eq!((other.uid(), other.gid()), (own.uid(), 0));

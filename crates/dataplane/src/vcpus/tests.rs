@@ -38,7 +38,7 @@ fn two() -> Option<[CpuId; 2]> {
     let mut all = listed(&all);
     let two = all.next().zip(all.next());
     if two.is_none() {
-        eprintln!("SKIPPED: this needs two CPUs");
+        rtvirtio_engine::testing::skipped("needs two CPUs");
     }
     two.map(|(a, b)| [a, b])
 }

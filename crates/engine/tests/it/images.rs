@@ -15,6 +15,7 @@ use rustix::io::Errno;
 
 use crate::driver::{Driver, Memory};
 use crate::scratch::{Image, Loop, config, open};
+use crate::testing::{has_io_uring, skipped};
 
 fn handed(fd: impl Into<OwnedFd>) -> FileConfig {
     FileConfig { source: FileSource::Fd(fd.into()), ..config(Path::new("")) }
@@ -50,8 +51,7 @@ fn foreign_header_is_refused_unless_raw_is_written_out() {
 #[test]
 fn image_that_qemu_made_is_refused_by_its_format() {
     if Command::new("qemu-img").arg("--version").output().is_err() {
-        eprintln!("skipped: qemu-img (package qemu-utils) is not installed");
-        return;
+        return skipped("needs qemu-img (package qemu-utils)");
     }
     let image = Image::new(0);
     for format in ["qcow2", "qed", "vmdk", "vdi", "vhdx", "vpc", "parallels"] {
@@ -131,6 +131,9 @@ fn handed_descriptor_is_made_direct_and_blocking() {
 
 #[test]
 fn file_in_memory_is_served_inline_and_another_by_io_uring() {
+    if !has_io_uring() {
+        return;
+    }
     let (disk, memory) = (Image::new(4096), Image::below("/dev/shm", 4096));
     assert_eq!(open(&disk.path).unwrap().aio_name(), "io_uring");
     assert_eq!(open(&memory.path).unwrap().aio_name(), "inline");
@@ -140,6 +143,9 @@ fn file_in_memory_is_served_inline_and_another_by_io_uring() {
 
 #[test]
 fn read_only_disk_reads_flushes_and_refuses_the_rest() {
+    if !has_io_uring() {
+        return;
+    }
     let image = Image::new(4096);
     for aio in [Aio::IoUring, Aio::Threads] {
         let config = FileConfig { read_only: true, aio, ..config(&image.path) };
@@ -159,6 +165,9 @@ fn read_only_disk_reads_flushes_and_refuses_the_rest() {
 
 #[test]
 fn read_beyond_a_file_that_shrank_fails() {
+    if !has_io_uring() {
+        return;
+    }
     for place in ["/dev/shm", env!("CARGO_TARGET_TMPDIR")] {
         for aio in [Aio::Auto, Aio::IoUring, Aio::Threads] {
             let image = Image::below(place, 65536);
@@ -230,6 +239,9 @@ fn size_that_no_image_has_is_said_of_the_size_and_changes_nothing() {
 
 #[test]
 fn full_submission_queue_is_busy_and_nothing_happens() {
+    if !has_io_uring() {
+        return;
+    }
     let image = Image::new(4096);
     let mut disk = Driver::new(Box::new(open(&image.path).unwrap()));
     let mut memory = Memory::new(&[512], 0);
@@ -247,6 +259,9 @@ fn full_submission_queue_is_busy_and_nothing_happens() {
 
 #[test]
 fn requests_in_flight_end_well_when_their_file_leaves_the_table() {
+    if !has_io_uring() {
+        return;
+    }
     let image = Image::new(4096);
     for _ in 0..20 {
         let mut disk = Driver::new(Box::new(open(&image.path).unwrap()));
@@ -267,6 +282,9 @@ fn requests_in_flight_end_well_when_their_file_leaves_the_table() {
 
 #[test]
 fn drop_ends_threads_after_all_that_was_asked_of_them() {
+    if !has_io_uring() {
+        return;
+    }
     let image = Image::new(1 << 20);
     let config = FileConfig { aio: Aio::Threads, ..config(&image.path) };
     let mut disk = Driver::new(Box::new(FileEngine::open(config).unwrap()));
@@ -322,6 +340,9 @@ fn block_that_the_guest_sees_is_the_images_and_not_the_hosts() {
 #[test]
 fn sectors_are_written_on_a_device_of_large_blocks_and_their_neighbours_kept() {
     const SECTORS: usize = 2048;
+    if !has_io_uring() {
+        return;
+    }
     let Some(device) = Loop::new(SECTORS as u64 * 512, 4096) else { return };
     let config = FileConfig { direct: true, block_size: Some(512), ..config(&device.path) };
     let engine = FileEngine::open(config).unwrap();
@@ -367,6 +388,9 @@ fn sectors_are_written_on_a_device_of_large_blocks_and_their_neighbours_kept() {
 
 #[test]
 fn whether_zeroes_are_written_out_is_known_by_the_first_of_them() {
+    if !has_io_uring() {
+        return;
+    }
     // A file that is told to mark a range does so, or says that it cannot.
     for place in [env!("CARGO_TARGET_TMPDIR"), "/dev/shm"] {
         let image = Image::below(place, 1 << 20);

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use rtvirtio_engine::file::{FileConfig, FileEngine, LockError};
 
 use crate::scratch::{Image, Loop, config, open};
+use crate::testing::skipped;
 
 fn read_only(path: &Path) -> FileEngine {
     FileEngine::open(FileConfig { read_only: true, ..config(path) }).unwrap()
@@ -17,7 +18,7 @@ fn has_qemu() -> bool {
     let is_missing = |tool: &&str| Command::new(tool).arg("--version").output().is_err();
     let missing = ["qemu-system-x86_64", "qemu-io", "qemu-img"].into_iter().find(is_missing);
     if let Some(tool) = missing {
-        eprintln!("skipped: {tool} is not installed (packages qemu-system-x86, qemu-utils)");
+        skipped(format_args!("needs {tool} (packages qemu-system-x86, qemu-utils)"));
     }
     missing.is_none()
 }

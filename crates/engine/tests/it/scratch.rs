@@ -7,6 +7,8 @@ use std::process::Command;
 use rtvirtio_engine::file::{Aio, FileConfig, FileEngine, FileError, FileSource};
 use tempfile::TempDir;
 
+use crate::testing::skipped;
+
 /// A file of zeroes in a directory of its own.
 pub(crate) struct Image {
     pub(crate) path: PathBuf,
@@ -41,7 +43,7 @@ impl Loop {
     /// `None`, with a word about it, where there are no loop devices to be had.
     pub(crate) fn new(size: u64, block: u32) -> Option<Self> {
         if !rustix::process::geteuid().is_root() {
-            eprintln!("skipped: a loop device needs root");
+            skipped("on a loop device: needs root");
             return None;
         }
         let image = Image::new(size);
@@ -55,7 +57,7 @@ impl Loop {
                 Some(Self { path, _image: image })
             }
             other => {
-                eprintln!("skipped: no loop device: {other:?}");
+                skipped(format_args!("on a loop device: there is none: {other:?}"));
                 None
             }
         }

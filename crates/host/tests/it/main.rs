@@ -154,19 +154,28 @@ fn make_loop() -> Result<Loop, String> {
 fn bed(test: &str, scheduler: &str) -> Option<Bed> {
     let state = tempfile::tempdir().unwrap();
     let host = Host::new("/").with_state_directory(state.path());
+    let skip = |reason: String| {
+        // Not println: what a passing test prints is hidden.
+        let _ = writeln!(io::stderr(), "SKIPPED {test}: {reason}");
+        None
+    };
     let device = match prerequisites(&host) {
         Ok(device) => device,
-        Err(reason) => {
-            // Not println: what a passing test prints is hidden.
-            let _ = writeln!(io::stderr(), "SKIPPED {test}: {reason}");
-            return None;
-        }
+        Err(reason) => return skip(reason),
     };
     let run = format!("test-{}-{test}", std::process::id());
     let topology = topology(&device.node, &run);
     let groups = Groups { host: host.clone(), paths: topology.vms.values().cloned().collect() };
     for path in &groups.paths {
-        host.create_cgroup(path).unwrap();
+        match host.create_cgroup(path) {
+            // A container's hierarchy has the container's processes in its root.
+            Err(HostError::Cgroup { source, .. })
+                if source.kind() == io::ErrorKind::ResourceBusy =>
+            {
+                return skip("needs a cgroup hierarchy without processes in its root".to_owned());
+            }
+            made => drop(made.unwrap()),
+        }
     }
     fs::write(queue(&device.node).join("scheduler"), scheduler).unwrap();
     Some(Bed { host, topology, run, _groups: groups, device, state })
@@ -177,7 +186,12 @@ fn prerequisites(host: &Host) -> Result<Loop, String> {
     if !rustix::process::geteuid().is_root() {
         return Err("needs root".to_owned());
     }
-    host.cgroup_version().map_err(|e| e.to_string())?;
+    let version = host.cgroup_version().map_err(|e| e.to_string())?;
+    // Root may write anywhere but to what is mounted read-only, as a container's are.
+    for place in [version.mount(), Path::new("/sys/block")] {
+        rustix::fs::access(place, rustix::fs::Access::WRITE_OK)
+            .map_err(|e| format!("needs to write below {}: {e}", place.display()))?;
+    }
     let device = make_loop()?;
     let offered = fs::read_to_string(queue(&device.node).join("scheduler")).unwrap();
     if !offered.contains("bfq") {

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
+use rtvirtio_engine::testing::{has_io_uring, skipped};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -61,17 +62,18 @@ fn left_behind(directory: &Path) -> Vec<String> {
     left
 }
 
-fn has_two_cpus(test: &str) -> bool {
+/// Whether scenarios can be played here; if not, says so by name.
+fn can_play() -> bool {
     let has = std::thread::available_parallelism().is_ok_and(|cpus| cpus.get() >= 2);
     if !has {
-        eprintln!("SKIPPED {test}: there is one CPU");
+        skipped("there is one CPU");
     }
-    has
+    has && has_io_uring()
 }
 
 #[test]
 fn scenario_that_is_played_is_verified_and_leaves_nothing() {
-    if !has_two_cpus("scenario_that_is_played_is_verified_and_leaves_nothing") {
+    if !can_play() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -121,7 +123,7 @@ fn scenario_that_is_played_is_verified_and_leaves_nothing() {
 
 #[test]
 fn benchmark_that_is_interrupted_ends_with_130_and_leaves_nothing() {
-    if !has_two_cpus("benchmark_that_is_interrupted_ends_with_130_and_leaves_nothing") {
+    if !can_play() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
@@ -130,7 +132,7 @@ fn benchmark_that_is_interrupted_ends_with_130_and_leaves_nothing() {
 
 #[test]
 fn calibration_of_costs_that_is_interrupted_ends_with_130_and_leaves_nothing() {
-    if !has_two_cpus("calibration_of_costs_that_is_interrupted_ends_with_130_and_leaves_nothing") {
+    if !can_play() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();

@@ -9,6 +9,7 @@ use std::process::{Command, Output, Stdio};
 use std::thread;
 use std::time::Duration;
 
+use rtvirtio_engine::testing::has_io_uring;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::{Value, json};
 
@@ -453,6 +454,9 @@ impl Drop for Served {
 /// Each is refused by what is wrong with it, and nothing is changed.
 #[test]
 fn numbers_and_images_that_cannot_be_are_refused_in_their_own_words() {
+    if !has_io_uring() {
+        return;
+    }
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).display().to_string();
     let text = format!(
@@ -523,6 +527,9 @@ fn numbers_and_images_that_cannot_be_are_refused_in_their_own_words() {
 /// What `ctl` has changed is there again after a kill, by the configuration that was printed before.
 #[test]
 fn configuration_that_is_printed_has_what_ctl_has_changed() {
+    if !has_io_uring() {
+        return;
+    }
     let directory = tempfile::tempdir().unwrap();
     let path = |name: &str| directory.path().join(name).display().to_string();
     let text = format!(

@@ -17,6 +17,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::has_io_uring;
 use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::mount::{MountFlags, MountPropagationFlags, mount, mount_change};
@@ -423,7 +424,7 @@ fn is_skipped(test: &str) -> bool {
     if let Some(why) = &why {
         let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {why}");
     }
-    why.is_some()
+    why.is_some() || !has_io_uring()
 }
 
 #[test]

@@ -25,6 +25,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::has_io_uring;
 use serde_json::json;
 
 use self::dpdk::Testpmd;
@@ -410,6 +411,9 @@ fn run(row: Row, store: &mut Store) {
 }
 
 fn run_all(link: Link, packed: bool) {
+    if !has_io_uring() {
+        return;
+    }
     let mut store = Store::new();
     for besides in [Besides::Nothing, Besides::Kills, Besides::HotPlug] {
         run(Row { link, packed, besides }, &mut store);

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use rtvirtio_calibrate::observed::{disk_of, observe};
+use rtvirtio_engine::testing::has_io_uring;
 use rtvirtio_host::Host;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
@@ -224,6 +225,9 @@ impl Plane {
 fn plan_is_applied_to_the_data_plane_verified_and_rolled_back() {
     const TEST: &str = "plan_is_applied_to_the_data_plane_verified_and_rolled_back";
     let Some(_host) = can_run(TEST) else { return };
+    if !has_io_uring() {
+        return;
+    }
     let s = Setup::new(10.0);
     let mut plane = Plane::start(&s);
     let text = plane.serves(&s);
@@ -357,6 +361,9 @@ impl Changes {
 fn watch_plans_again_for_a_device_that_is_slower_than_its_profile() {
     let test = "watch_plans_again_for_a_device_that_is_slower_than_its_profile";
     let Some(_host) = can_run(test) else { return };
+    if !has_io_uring() {
+        return;
+    }
     let s = Setup::new(20.0);
     let mut profile: Value = serde_json::from_str(PROFILE).unwrap();
     let capacity = &mut profile["capacity"];

@@ -22,6 +22,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::has_io_uring;
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, setpriority_process, setrlimit};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
@@ -225,7 +226,7 @@ fn is_skipped(test: &str, connections: usize) -> bool {
     if let Some(why) = &why {
         let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {why}");
     }
-    why.is_some()
+    why.is_some() || !has_io_uring()
 }
 
 #[test]

@@ -9,6 +9,8 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::has_io_uring;
+
 use crate::in_guest::{Machine, image};
 use crate::nic::{Daemon, Store};
 use crate::scratch_disk::said;
@@ -151,6 +153,9 @@ fn talk_to_qemu<'a>(
     nic: &str,
 ) -> Option<(Daemon<'a>, Machine, Machine)> {
     image(test)?;
+    if !has_io_uring() {
+        return None;
+    }
     let [first, second] = [1, 2].map(|host| format!("{network}.{host}"));
     let device = "virtio-net-pci,netdev=net,mac=52:54:00:00:00:02";
     let qemu = ["-netdev", netdev, "-device", device].map(str::to_owned);
@@ -170,7 +175,7 @@ fn talk_to_qemu<'a>(
 #[test]
 fn guest_reaches_the_host_by_passt() {
     const TEST: &str = "guest_reaches_the_host_by_passt";
-    if image(TEST).is_none() {
+    if image(TEST).is_none() || !has_io_uring() {
         return;
     }
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();
@@ -243,7 +248,7 @@ fn guest_reaches_the_host_by_passt() {
 
 #[test]
 fn guests_talk_over_a_network_and_go_on_when_the_daemon_is_killed() {
-    if image(TEST).is_none() {
+    if image(TEST).is_none() || !has_io_uring() {
         return;
     }
     let directory = tempfile::tempdir_in("/dev/shm").unwrap();

@@ -3,10 +3,10 @@
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use rtvirtio_host::Host;
+use rtvirtio_host::{Host, HostError};
 
 /// The binary under test.
 pub(crate) const RTVIRTIO: &str = env!("CARGO_BIN_EXE_rtvirtio");
@@ -53,7 +53,60 @@ pub(crate) fn can_run(test: &str) -> Option<MutexGuard<'static, ()>> {
     {
         return skip("needs fio");
     }
-    Some(alone())
+    let alone = alone();
+    static REFUSED: OnceLock<Option<String>> = OnceLock::new();
+    match REFUSED.get_or_init(refused) {
+        Some(why) => skip(why),
+        None => Some(alone),
+    }
+}
+
+/// What this machine refuses to root, as a container may: found out by making a cgroup and a small scratch disk. What else goes
+/// wrong is a failure.
+fn refused() -> Option<String> {
+    // Where the knobs of disks are.
+    if let Err(error) = rustix::fs::access("/sys/block", rustix::fs::Access::WRITE_OK) {
+        return Some(format!("needs to write below /sys/block: {error}"));
+    }
+    let state = tempfile::tempdir().expect("a directory");
+    let host = Host::new("/").with_state_directory(state.path());
+    let group = PathBuf::from(format!("rtvirtio/test-{}", std::process::id()));
+    match host.create_cgroup(&group) {
+        Err(HostError::Cgroup { action, path, source }) if is_refusal(&source) => {
+            return Some(format!("needs to {action} cgroup {}: {source}", path.display()));
+        }
+        made => drop(made.expect("a cgroup")),
+    }
+    host.remove_cgroup(&group).expect("the cgroup goes");
+    let mut scratch = Command::new(lab());
+    // It goes at the end of its standard input.
+    scratch.args(["scratch", "--json", "--size-mib", "16"]).stdin(Stdio::null());
+    let output = scratch.output().expect("the binary runs");
+    if output.status.success() {
+        return None;
+    }
+    let text = said(&output);
+    // A node that does not appear, and what the kernel does not have or does not give this process.
+    let is_refused = text.contains("a container's own /dev?")
+        || [libc::EPERM, libc::EACCES, libc::ENODEV, libc::ENOSYS]
+            .iter()
+            .any(|errno| text.contains(&format!("(os error {errno})")));
+    assert!(is_refused, "{text}");
+    let why = text.lines().find_map(|line| line.strip_prefix("error: "));
+    Some(format!("needs a scratch disk: {}", why.unwrap_or(&text)))
+}
+
+/// Whether a cgroup cannot be made here: its hierarchy is read-only, or has a container's processes in its root.
+fn is_refusal(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem, ResourceBusy};
+    matches!(error.kind(), PermissionDenied | ReadOnlyFilesystem | ResourceBusy)
+}
+
+/// Whether root may mount here, which it may not in most containers.
+pub(crate) fn may_mount() -> bool {
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--mount", "mount", "-t", "tmpfs", "none", "/tmp"]);
+    unshare.output().is_ok_and(|output| output.status.success())
 }
 
 /// Until it is dropped, no other test here uses the host or loads it.

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::{has_io_uring, skipped};
 use rtvirtio_host::Host;
 use serde_json::Value;
 
@@ -44,9 +45,10 @@ impl Drop for Running {
 
 #[test]
 fn device_of_the_data_plane_is_watched_with_the_target_of_its_task() {
-    let test = "device_of_the_data_plane_is_watched_with_the_target_of_its_task";
     if Host::new("/").cgroup_version().is_err() {
-        eprintln!("SKIPPED {test}: needs a cgroup hierarchy with the io controller");
+        return skipped("needs a cgroup hierarchy with the io controller");
+    }
+    if !has_io_uring() {
         return;
     }
     let _alone = alone();

@@ -189,7 +189,11 @@ fn file_that_is_not_in_memory_is_refused() {
     file.set_len(0x1000).unwrap();
     let kind = rustix::fs::fstatfs(&file).unwrap().f_type;
     if kind == 0x0102_1994 {
-        eprintln!("skipped: {} is in memory", std::env::temp_dir().display());
+        use std::io::Write as _;
+        // Past the test harness, which would hide it; its thread is named after the test.
+        let (thread, place) = (std::thread::current(), std::env::temp_dir());
+        let (name, place) = (thread.name().unwrap_or_default(), place.display());
+        let _ = writeln!(std::io::stderr(), "SKIPPED {name}: {place} is in memory");
         return;
     }
     let refused = Region::map(spec(0x1000, 0), file.into()).unwrap_err();

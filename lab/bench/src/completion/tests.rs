@@ -1,6 +1,7 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use rtvirtio_engine::testing::has_io_uring;
 use rtvirtio_units::Nanos;
 
 use super::judge::verdicts;
@@ -233,6 +234,9 @@ fn left() -> Vec<String> {
 
 #[test]
 fn every_mode_reads_on_both_targets_and_leaves_nothing() {
+    if !has_io_uring() {
+        return;
+    }
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let out = directory.path().join("out");
     let (cpus, at) = (usable().unwrap().len().to_string(), directory.path().to_str().unwrap());
@@ -274,6 +278,9 @@ fn every_mode_reads_on_both_targets_and_leaves_nothing() {
 
 #[test]
 fn interrupted_run_ends_and_directory_in_memory_is_refused() {
+    if !has_io_uring() {
+        return;
+    }
     let directory = tempfile::tempdir_in("/var/tmp").unwrap();
     let emulated = ["--full", "--on=emulated", "--threads=1", "--window=600"];
     let mut benchmark: Benchmark = of(&emulated);
@@ -295,6 +302,9 @@ fn interrupted_run_ends_and_directory_in_memory_is_refused() {
 
 #[test]
 fn switched_load_has_a_timeline_and_switches() {
+    if !has_io_uring() {
+        return;
+    }
     let directory = tempfile::tempdir().unwrap();
     let benchmark = live::Benchmark { repetitions: 1, cycles: 1 };
     let out = Run { out: directory.path(), interrupted: &AtomicBool::new(false) };

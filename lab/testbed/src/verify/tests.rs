@@ -5,6 +5,8 @@ use std::io::Write as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 
+use rtvirtio_engine::testing::has_io_uring;
+
 use super::*;
 use crate::server::{Backing, ServerKind, Setup, qsd_version};
 
@@ -18,10 +20,13 @@ struct Bed {
 }
 
 impl Bed {
-    /// `None`, and says so, without qemu-storage-daemon.
+    /// `None`, and says so, without qemu-storage-daemon and the rings that it is told to take.
     fn new(test: &str) -> Option<Self> {
         if let Err(error) = qsd_version() {
             let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {error:#}");
+            return None;
+        }
+        if !has_io_uring() {
             return None;
         }
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();

@@ -298,7 +298,7 @@ fn frames_go_to_the_tap_as_they_are() {
     };
     let nic = nic(wire.taps.into_iter().collect(), ALL);
     let wire = Wire { taps: Vec::new(), socket: wire.socket };
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [first, second] = threads(&pool);
     for packed in [false, true] {
         let mut port = Port::new(packed);
@@ -340,7 +340,7 @@ fn frames_that_go_to_the_tap_together_keep_their_order_and_their_outcomes() {
         Err(why) => return skipped(TEST, why),
     };
     let (nic, wire) = (nic(taps, ALL), Wire { taps: Vec::new(), socket });
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [thread, _] = threads(&pool);
     // The checksum is to be put where the frame is not, which the kernel refuses.
     let refused = [1, 0, 0, 0, 0, 0, 0xd0, 7, 16, 0, 0, 0];
@@ -399,7 +399,7 @@ fn flow_over_a_tap_keeps_its_order_while_queues_move() {
         frame
     };
     for packed in [false, true] {
-        let pool = Pool::default();
+        let Some(pool) = pool() else { return };
         let threads: [ThreadId; 2] = threads(&pool);
         let (mut sender, mut receiver) = (Port::new(packed), Port::new(packed));
         let keys = [
@@ -470,7 +470,7 @@ fn frames_of_the_tap_come_in_as_many_buffers_as_they_take() {
     };
     let Wire { taps, socket } = wire;
     let (nic, wire) = (nic(taps, ALL), Wire { taps: Vec::new(), socket });
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [first, second] = threads(&pool);
     for packed in [false, true] {
         let mut port = Port::new(packed);
@@ -521,7 +521,7 @@ fn driver_without_mergeable_buffers_has_one_for_each_frame() {
     };
     let Wire { taps, socket } = wire;
     let (nic, wire) = (nic(taps, 0), Wire { taps: Vec::new(), socket });
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [thread] = threads(&pool);
     let mut port = Port::new(false);
     let setup = port.setup(&nic, 0);
@@ -557,7 +557,7 @@ fn queue_that_waits_for_frames_or_buffers_rests() {
     };
     let Wire { taps, socket } = wire;
     let (nic, wire) = (nic(taps, ALL), Wire { taps: Vec::new(), socket });
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [thread] = threads(&pool);
     let (_, tid) = pool.thread(thread).unwrap();
     let mut port = Port::new(true);
@@ -580,7 +580,7 @@ fn limits_hold_on_a_tap_to_three_per_cent() {
         };
         let nic = limited_nic(taps, ALL, [Some(rate); 2]);
         let wire = Wire { taps: Vec::new(), socket };
-        let pool = Pool::default();
+        let Some(pool) = pool() else { return };
         let [thread] = threads(&pool);
         for index in [1, 0] {
             let (mut port, flood) = Flood::new(index == 0, &frame(1, 1514));
@@ -614,7 +614,7 @@ fn limited_queue_comes_back_when_the_next_frame_may_pass() {
     // One each 10 ms.
     let slow = Some(Rate { frames: Some(100.0), bits: None, burst: 0 });
     let (nic, wire) = (limited_nic(taps, ALL, [slow; 2]), Wire { taps: Vec::new(), socket });
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [thread, other] = threads(&pool);
     let (_, tid) = pool.thread(thread).unwrap();
     let mut sender = Port::new(false);
@@ -674,7 +674,7 @@ fn frames_keep_their_order_while_queues_of_a_tap_move() {
     };
     let nic = nic(wire.taps.into_iter().collect(), ALL);
     let wire = Wire { taps: Vec::new(), socket: wire.socket };
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let threads = threads(&pool);
     let numbered = |number: u32| {
         let mut sent = frame(number as u8, 60 + number as usize % 1400);

@@ -14,7 +14,7 @@ fn until_in_flight(stats: &QueueStats, count: u64) {
 
 #[test]
 fn completion_follows_its_queue_over_a_thread_that_started_nothing() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [a, b, c] = threads(&pool);
     let device = device(ssd("ref-4x250*100"), 1);
     let mut queue = Guarded::new(Shape { depth: 4, ..Shape::of(0) });
@@ -35,14 +35,14 @@ fn completion_follows_its_queue_over_a_thread_that_started_nothing() {
 
 #[test]
 fn thread_that_completions_come_by_ends_and_none_is_lost() {
-    let is_caught = (0..20).any(|_| thread_ends_with_completions_to_come());
+    let Some(pool) = pool() else { return };
+    let is_caught = (0..20).any(|_| thread_ends_with_completions_to_come(&pool));
     assert!(is_caught, "too slow a machine for this test");
 }
 
 /// Whether they were still to come.
-fn thread_ends_with_completions_to_come() -> bool {
-    let pool = Pool::default();
-    let [a, b, c] = threads(&pool);
+fn thread_ends_with_completions_to_come(pool: &Pool) -> bool {
+    let [a, b, c] = threads(pool);
     let device = device(ssd("ref-4x250*100"), 1);
     let mut queue = Guarded::new(Shape { depth: 4, ..Shape::of(0) });
     let setup = queue.setup(&device);
@@ -76,7 +76,7 @@ pub(super) fn move_devices_at_full_speed(
     devices: impl Iterator<Item = Arc<Device>>,
     requests: u64,
 ) {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let ids: [_; 3] = threads(&pool);
     let (stop, moves) = (AtomicBool::new(false), AtomicU64::new(0));
     let queues: Vec<_> = devices
@@ -117,6 +117,9 @@ pub(super) fn move_devices_at_full_speed(
 
 #[test]
 fn moves_at_full_speed_lose_repeat_and_misplace_nothing() {
+    if !has_io_uring() {
+        return;
+    }
     move_at_full_speed(&[ram(), file(Aio::IoUring), file(Aio::Threads)], 10_000);
 }
 
@@ -127,12 +130,15 @@ fn moves_while_completions_are_in_flight_lose_repeat_and_misplace_nothing() {
 
 #[test]
 fn moves_of_short_transfers_lose_repeat_and_misplace_nothing() {
+    if !has_io_uring() {
+        return;
+    }
     move_at_full_speed(&[Tricky::new(512, false), Tricky::new(1024, false)], 3_000);
 }
 
 #[test]
 fn moves_race_stop_start_edits_and_ending_threads() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let ids: [_; 2] = threads(&pool);
     let stop = AtomicBool::new(false);
     let key = std::sync::Mutex::new(None);
@@ -216,7 +222,7 @@ fn moves_race_stop_start_edits_and_ending_threads() {
 
 #[test]
 fn second_move_says_busy_while_the_first_is_under_way() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [a, b] = threads(&pool);
     let queue = Guarded::new(Shape::of(0));
     let key = pool.start(queue.setup(&device(ram(), 1)), a).unwrap();

@@ -29,7 +29,7 @@ fn promise(iops: f64) -> Promise {
 
 #[test]
 fn scheduled_requests_complete_once_on_every_engine() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let ids: [_; 2] = threads(&pool);
     // One device for all, as far as the schedule knows; smaller than what is asked for.
     let schedule = schedule(4);
@@ -58,6 +58,9 @@ fn scheduled_requests_complete_once_on_every_engine() {
 
 #[test]
 fn moves_of_scheduled_queues_lose_repeat_and_misplace_nothing() {
+    if !has_io_uring() {
+        return;
+    }
     let schedule = schedule(2);
     let engines = [ram(), file(Aio::IoUring), ssd("ref-4x250")];
     let devices = engines
@@ -68,7 +71,7 @@ fn moves_of_scheduled_queues_lose_repeat_and_misplace_nothing() {
 
 #[test]
 fn limited_disk_is_slow_its_neighbour_is_not_and_both_stop() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     let schedule = schedule(64);
     let times = [Some(200.0), None].map(|limit| {
@@ -103,7 +106,7 @@ fn held(pool: &Pool, schedule: &Arc<Schedule>, on: ThreadId) -> (Guarded, Arc<De
 
 #[test]
 fn limit_that_is_changed_holds_nothing_that_waited_for_the_old_one() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [a, b] = threads(&pool);
     let schedule = schedule(4);
     let (mut queue, device, key) = held(&pool, &schedule, a);
@@ -119,7 +122,7 @@ fn limit_that_is_changed_holds_nothing_that_waited_for_the_old_one() {
 
 #[test]
 fn disk_that_leaves_its_schedule_waits_for_no_limit_of_it() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [a] = threads(&pool);
     let schedule = schedule(4);
     let (mut queue, device, key) = held(&pool, &schedule, a);
@@ -139,7 +142,7 @@ fn disk_that_leaves_its_schedule_waits_for_no_limit_of_it() {
 
 #[test]
 fn request_whose_queue_moves_while_it_waits_for_a_limit_starts() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [a, b] = threads(&pool);
     let device = device_in(schedule(4).join(share(1, Some(20.0)), None), ram(), 1);
     let mut queue = Guarded::new(Shape { depth: 2, ..Shape::of(0) });
@@ -157,7 +160,7 @@ fn request_whose_queue_moves_while_it_waits_for_a_limit_starts() {
 
 #[test]
 fn requests_are_a_tasks_by_how_they_are_marked_and_marking_all_exceeds_only_its_own() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     let schedule = schedule(4);
     let ioprio = |text: &str| text.parse().unwrap();
@@ -198,7 +201,8 @@ fn requests_are_a_tasks_by_how_they_are_marked_and_marking_all_exceeds_only_its_
 #[test]
 fn changes_and_moves_at_full_speed_lose_repeat_and_misplace_nothing() {
     const QUEUES: u16 = 2;
-    let pool = &Pool::default();
+    let Some(pool) = pool() else { return };
+    let pool = &pool;
     let ids: [_; 3] = threads(pool);
     let schedules = &[schedule(2), schedule(8)];
     let engines = [ram(), file(Aio::IoUring) as Arc<dyn Engine>, ssd("ref-4x250")];
@@ -312,15 +316,15 @@ impl Engine for Watching {
 #[test]
 fn large_transfer_is_split_where_segments_do_not_end() {
     let scheduled = schedule(1).join(share(1, None), None);
-    large_transfer_is_split(scheduled, 1 << 20, MAX_TRANSFER.get());
-    large_transfer_is_split(None, 3 << 20, crate::queue::MAX_PART_BYTES);
+    let Some(pool) = pool() else { return };
+    large_transfer_is_split(&pool, scheduled, 1 << 20, MAX_TRANSFER.get());
+    large_transfer_is_split(&pool, None, 3 << 20, crate::queue::MAX_PART_BYTES);
 }
 
 /// A write and a read of so many bytes, which are started by no more than `most`.
 #[track_caller]
-fn large_transfer_is_split(member: Option<Member>, length: u32, most: u64) {
-    let pool = Pool::default();
-    let [id] = threads(&pool);
+fn large_transfer_is_split(pool: &Pool, member: Option<Member>, length: u32, most: u64) {
+    let [id] = threads(pool);
     let disk = Bytes::new(2 * u64::from(length));
     let ram = Arc::new(RamEngine::new(disk, Duration::ZERO).unwrap());
     let engine = Arc::new(Watching(ram, AtomicU64::new(0), AtomicU64::new(0)));
@@ -405,19 +409,19 @@ impl Engine for InATurn {
 #[test]
 fn request_of_half_a_gigabyte_lets_others_have_their_turns() {
     let longest = crate::queue::MAX_PART_BYTES;
+    let Some(pool) = pool() else { return };
     // A turn has less, and its last part is started whole.
-    let most = most_in_a_turn(None);
+    let most = most_in_a_turn(&pool, None);
     assert!((longest..2 * longest).contains(&most), "{most} bytes in one turn");
-    let most = most_in_a_turn(schedule(4).join(share(1, None), None));
+    let most = most_in_a_turn(&pool, schedule(4).join(share(1, None), None));
     assert!((MAX_TRANSFER.get()..2 * longest).contains(&most), "{most} bytes in a scheduled turn");
 }
 
 /// The most of a request that is started in one turn.
-fn most_in_a_turn(member: Option<Member>) -> u64 {
+fn most_in_a_turn(pool: &Pool, member: Option<Member>) -> u64 {
     const PIECE: u32 = 1 << 20;
     const PIECES: u64 = 512;
-    let pool = Pool::default();
-    let [id] = threads(&pool);
+    let [id] = threads(pool);
     let ram = RamEngine::new(Bytes::new(PIECES * u64::from(PIECE)), Duration::ZERO).unwrap();
     let (thread, _) = pool.thread(id).unwrap();
     let engine = Arc::new(InATurn { ram, thread, turn: std::sync::Mutex::default() });
@@ -473,7 +477,7 @@ impl Engine for TurnsOff {
 /// However many the IOThread takes at one go.
 #[test]
 fn write_behind_the_end_of_its_cache_is_durable() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     let engine = Arc::new(TurnsOff {
         ram: ram(),
@@ -501,7 +505,7 @@ fn write_behind_the_end_of_its_cache_is_durable() {
 
 #[test]
 fn zeroes_that_are_written_out_are_charged_and_divided() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     let ram = Arc::new(RamEngine::new(Bytes::new(DISK), Duration::ZERO).unwrap());
     assert!(ram.writes_zeroes(false) && !ram.writes_zeroes(true));
@@ -562,7 +566,7 @@ impl Engine for Zeroing {
 
 #[test]
 fn discarded_range_is_not_charged_as_bytes() {
-    let pool = Pool::default();
+    let Some(pool) = pool() else { return };
     let [id] = threads(&pool);
     // The whole disk would take minutes of this rate.
     let limit = Rate { iops: None, bandwidth: Some(BytesPerSecond::new(4096)), burst: 1 };

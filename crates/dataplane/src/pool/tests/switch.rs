@@ -40,15 +40,20 @@ pub(super) struct Net {
 pub(super) type Terms = ([Option<Rate>; 2], [Option<Reservation>; 2]);
 
 impl Net {
-    pub(super) fn new(negotiated: &[u64]) -> Self {
+    /// As [`pool`].
+    pub(super) fn new(negotiated: &[u64]) -> Option<Self> {
         Self::with(negotiated, &plain)
     }
 
-    fn with(negotiated: &[u64], port: &dyn Fn(u16) -> forwarding::Port) -> Self {
+    fn with(negotiated: &[u64], port: &dyn Fn(u16) -> forwarding::Port) -> Option<Self> {
         Self::with_pairs(1, negotiated, port)
     }
 
-    fn with_pairs(pairs: u16, negotiated: &[u64], port: &dyn Fn(u16) -> forwarding::Port) -> Self {
+    fn with_pairs(
+        pairs: u16,
+        negotiated: &[u64],
+        port: &dyn Fn(u16) -> forwarding::Port,
+    ) -> Option<Self> {
         Self::with_terms(pairs, negotiated, port, &|_| ([None; 2], [None; 2]))
     }
 
@@ -57,7 +62,7 @@ impl Net {
         negotiated: &[u64],
         port: &dyn Fn(u16) -> forwarding::Port,
         terms: &dyn Fn(u16) -> Terms,
-    ) -> Self {
+    ) -> Option<Self> {
         let numbers = 0..negotiated.len() as u16;
         let switch = Switch::new(MAX_BROADCAST);
         for number in numbers.clone() {
@@ -79,9 +84,9 @@ impl Net {
             nic.negotiated(*features);
             Arc::new(nic)
         });
-        let pool = Pool::default();
+        let pool = pool()?;
         let threads = threads(&pool);
-        Self { nics: nics.collect(), pool, threads }
+        Some(Self { nics: nics.collect(), pool, threads })
     }
 
     /// Starts a device's queue at a thread.
@@ -115,7 +120,7 @@ pub(super) fn between(from: u16, to: u16, number: u8, length: usize) -> Vec<u8> 
 #[test]
 fn frames_go_from_guest_to_guest_whoever_serves_them() {
     for (packed, other) in [(false, 0), (true, 0), (false, 1), (true, 1)] {
-        let net = Net::new(&[ALL, ALL]);
+        let Some(net) = Net::new(&[ALL, ALL]) else { return };
         let mut sender = net.start(0, 1, packed, 0);
         let mut receiver = net.start(1, 0, packed, other);
         for round in 0..200_u8 {
@@ -143,7 +148,7 @@ fn frames_go_from_guest_to_guest_whoever_serves_them() {
 
 #[test]
 fn frames_that_go_nowhere_are_counted_by_why() {
-    let net = Net::new(&[ALL, ALL]);
+    let Some(net) = Net::new(&[ALL, ALL]) else { return };
     let mut sender = net.start(0, 1, false, 0);
     let mut spoofed = between(0, 1, 1, 100);
     spoofed[11] ^= 0x40;
@@ -169,7 +174,7 @@ fn frames_that_go_nowhere_are_counted_by_why() {
 
 #[test]
 fn receiver_without_buffers_costs_its_own_frames_only() {
-    let net = Net::new(&[ALL, ALL, ALL]);
+    let Some(net) = Net::new(&[ALL, ALL, ALL]) else { return };
     let mut sender = net.start(0, 1, false, 0);
     let dead = net.start(1, 0, false, 1);
     let mut alive = net.start(2, 0, true, 1);
@@ -206,7 +211,7 @@ fn receiver_without_buffers_costs_its_own_frames_only() {
 #[test]
 fn queues_stop_with_frames_between_them() {
     for first in 0..3 {
-        let net = Net::new(&[ALL, ALL]);
+        let Some(net) = Net::new(&[ALL, ALL]) else { return };
         let mut sender = net.start(0, 1, true, 0);
         let receiver = net.start(1, 0, false, 1);
         for slot in 0..8 {
@@ -235,7 +240,7 @@ fn queues_stop_with_frames_between_them() {
 #[test]
 fn sender_that_is_not_served_hears_of_each_frame_that_comes_back() {
     for (breaks, moves) in [(false, false), (false, true), (true, false)] {
-        let net = Arc::new(Net::new(&[ALL, ALL, ALL]));
+        let Some(net) = Net::new(&[ALL, ALL, ALL]).map(Arc::new) else { return };
         let mut sender = net.start(0, 1, true, 0);
         let receivers = [1, 2].map(|port| net.start(port, 0, false, 1));
         // Each waits for a millisecond.
@@ -300,7 +305,7 @@ fn what_a_receiver_cannot_take_is_completed_and_cut_for_it() {
     // All, a checksum but no segments, and neither; with and without mergeable buffers.
     let none = ALL & !(features::GUEST_CSUM | features::GUEST_TSO4);
     for receives in [ALL, ALL & !features::GUEST_TSO4, none, none & !features::MRG_RXBUF] {
-        let net = Net::new(&[ALL, receives]);
+        let Some(net) = Net::new(&[ALL, receives]) else { return };
         let mut sender = net.start(0, 1, false, 0);
         let mut receiver = net.start(1, 0, true, 1);
         let (header, sent) = tcp(&data, 1448);
@@ -345,6 +350,7 @@ fn tags_go_in_and_out_between_trunk_and_access() {
         vlans: if port == 0 { Vlans::Trunk(vec![10]) } else { Vlans::Access(10) },
         anti_spoofing: true,
     });
+    let Some(net) = net else { return };
     let (mut out, mut back) = (net.start(0, 1, false, 0), net.start(0, 0, false, 0));
     let (mut other_out, mut other_back) = (net.start(1, 1, false, 1), net.start(1, 0, false, 1));
     for length in [60, 62, 64, 66, 300] {
@@ -379,7 +385,7 @@ fn tags_go_in_and_out_between_trunk_and_access() {
 
 #[test]
 fn queues_of_a_switch_rest_and_are_woken() {
-    let net = Net::new(&[ALL, ALL]);
+    let Some(net) = Net::new(&[ALL, ALL]) else { return };
     let (_, tid) = net.pool.thread(net.threads[0]).unwrap();
     let mut sender = net.start(0, 1, false, 0);
     let mut receiver = net.start(1, 0, false, 0);
@@ -400,7 +406,7 @@ fn queues_of_a_switch_rest_and_are_woken() {
 /// What a policy is shown: the IOThread's frames, their bytes, their waits, and nothing that waits for others.
 #[test]
 fn buffers_and_frames_that_a_limit_holds_back_are_no_backlog() {
-    let net = Net::new(&[ALL, ALL]);
+    let Some(net) = Net::new(&[ALL, ALL]) else { return };
     let mut sender = net.start(0, 1, false, 0);
     let mut receiver = net.start(1, 0, false, 1);
     let slots = receiver.port.offer(0..16, 1526);
@@ -474,7 +480,7 @@ fn udp(flow: u16, number: u8) -> Vec<u8> {
 /// another.
 #[test]
 fn flows_are_spread_over_the_pairs_that_are_enabled() {
-    let net = Net::with_pairs(2, &[ALL | features::MQ; 2], &plain);
+    let Some(net) = Net::with_pairs(2, &[ALL | features::MQ; 2], &plain) else { return };
     assert_eq!((net.nics[0].queues(), net.nics[0].queue_num()), (4, 2));
     let mut senders = [net.start(0, 1, false, 0), net.start(0, 3, true, 1)];
     let mut receivers = [net.start(1, 0, false, 1), net.start(1, 2, true, 0)];
@@ -522,7 +528,7 @@ fn flows_are_spread_over_the_pairs_that_are_enabled() {
 /// As front ends do that enable a ring when all of them are set up.
 #[test]
 fn queue_that_is_enabled_later_is_woken_too() {
-    let net = Net::new(&[ALL, ALL]);
+    let Some(net) = Net::new(&[ALL, ALL]) else { return };
     let mut sender = net.start(0, 1, false, 0);
     let mut port = Port::new(true);
     let setup = NicQueueSetup { enabled: false, ..port.setup(&net.nics[1], 0) };
@@ -543,7 +549,7 @@ fn queue_that_is_enabled_later_is_woken_too() {
 
 #[test]
 fn broadcasts_go_to_all_and_too_many_do_not() {
-    let net = Net::new(&[ALL; 4]);
+    let Some(net) = Net::new(&[ALL; 4]) else { return };
     let mut sender = net.start(0, 1, true, 0);
     let mut receivers: Vec<_> = (1..4).map(|nic| net.start(nic, 0, true, nic % 2)).collect();
     for round in 0..20 {
@@ -563,7 +569,7 @@ fn broadcasts_go_to_all_and_too_many_do_not() {
 
 #[test]
 fn sender_of_too_many_broadcasts_loses_the_rest() {
-    let net = Net::new(&[ALL; 2]);
+    let Some(net) = Net::new(&[ALL; 2]) else { return };
     let mut sender = net.start(0, 1, true, 0);
     let mut frame = between(0, 0, 1, 60);
     frame[..6].fill(0xff);
@@ -629,7 +635,7 @@ fn frames_that_mean_harm_harm_nobody_else() {
     let none = ALL & !(features::GUEST_CSUM | features::GUEST_TSO4 | features::GUEST_TSO6);
     let mut random = Random(0x2545_f491_4f6c_dd1d);
     for packed in [false, true] {
-        let net = Net::new(&[ALL, ALL, none, none & !features::MRG_RXBUF]);
+        let Some(net) = Net::new(&[ALL, ALL, none, none & !features::MRG_RXBUF]) else { return };
         let mut bad = net.start(0, 1, packed, 0);
         let mut good = net.start(1, 1, packed, 1);
         let mut receivers: Vec<_> =

@@ -42,6 +42,9 @@ fn turn(queue: &mut Queue, ns: i64) {
 #[test]
 fn pieces_of_a_request_end_a_turn_whatever_it_asks_for() {
     const PIECES: usize = 100;
+    if !has_io_uring() {
+        return;
+    }
     let at = |address, length, writable| Buffer { address, length, writable };
     // A read with data before its buffer, and what there is no such request for.
     for (kind, data) in [(0, at(BUFFERS + 32, 1, false)), (77, at(BUFFERS + 32, 1, true))] {
@@ -89,6 +92,9 @@ fn take(port: &mut Port) -> usize {
 
 #[test]
 fn driver_that_sends_is_called_once_for_several_frames_or_not_at_all_if_it_has_looked() {
+    if !has_io_uring() {
+        return;
+    }
     let switch = Switch::new(1e6);
     let mac = [2, 0, 0, 0, 0, 2];
     let of = forwarding::Port { mac, vlans: Vlans::Untagged, anti_spoofing: true };

@@ -318,8 +318,7 @@ mod tests {
         use std::os::unix::fs::PermissionsExt as _;
 
         let Ok(identity) = Identity::find("nobody", None) else {
-            eprintln!("SKIPPED directory_whose_sockets_would_stay_is_named: no user nobody");
-            return;
+            return rtvirtio_engine::testing::skipped("there is no user nobody");
         };
         let directory = tempfile::tempdir().unwrap();
         let found = keeps_sockets(directory.path(), &identity).unwrap();

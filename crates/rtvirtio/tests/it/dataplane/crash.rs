@@ -4,6 +4,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::has_io_uring;
+
 use super::counts::{Counts, Record, endurance, middle_late_and_longest};
 use super::server::{Image, Server, Sockets};
 use super::slow::Slow;
@@ -144,7 +146,7 @@ fn qemu_guest_with_packed_rings_outlives_killed_server() {
 fn qemu_guest_outlives_server_killed_on_a_slow_disk() {
     const TEST: &str = "qemu_guest_outlives_server_killed_on_a_slow_disk";
     let Some(_host) = can_use_host(TEST) else { return };
-    if guest_image(TEST).is_none() {
+    if guest_image(TEST).is_none() || !has_io_uring() {
         return;
     }
     let image = Image::make();

@@ -6,6 +6,8 @@ use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::has_io_uring;
+
 use super::front_end::{DATA, Daemon, FrontEnd, Outcome, send};
 use super::rings::CONTENTS;
 
@@ -23,11 +25,14 @@ fn ram() -> String {
     "{ type = 'ram', size = '4M' }".to_owned()
 }
 
-/// A daemon with a bad VM's disk and a good one's.
-fn daemon(engine: String) -> (Daemon, FrontEnd) {
+/// A daemon with a bad VM's disk and a good one's. None, and the test is skipped, where its IOThread gets no ring.
+fn daemon(engine: String) -> Option<(Daemon, FrontEnd)> {
+    if !has_io_uring() {
+        return None;
+    }
     let daemon = Daemon::start(&[("bad", engine), ("good", ram())]);
     let good = FrontEnd::connect(&daemon.socket("good"));
-    (daemon, good)
+    Some((daemon, good))
 }
 
 /// The other VM is served.
@@ -40,7 +45,7 @@ fn is_served(good: &mut FrontEnd) {
 
 #[test]
 fn any_ring_content_returns_the_head_or_breaks_the_queue() {
-    let (mut daemon, mut good) = daemon(ram());
+    let Some((mut daemon, mut good)) = daemon(ram()) else { return };
     for (name, attack) in CONTENTS {
         let bad = FrontEnd::connect(&daemon.socket("bad"));
         attack(&bad);
@@ -63,7 +68,7 @@ fn requests_outside_the_disk_fail_and_touch_nothing() {
     let content: Vec<u8> = (0..SECTORS * 512).map(|at| (at / 512) as u8).collect();
     std::fs::write(&path, &content).unwrap();
     let engine = format!("{{ type = 'file', path = '{}', format = 'raw' }}", path.display());
-    let (mut daemon, mut good) = daemon(engine);
+    let Some((mut daemon, mut good)) = daemon(engine) else { return };
     let mut bad = FrontEnd::connect(&daemon.socket("bad"));
     for kind in [IN, OUT] {
         for (sector, bytes) in [
@@ -117,7 +122,7 @@ fn malformed_messages_leave_no_descriptor_and_no_memory_behind() {
         Ok(count) => count.parse().unwrap(),
         Err(_) => 50_000,
     };
-    let (mut daemon, mut good) = daemon(ram());
+    let Some((mut daemon, mut good)) = daemon(ram()) else { return };
     let socket = daemon.socket("bad");
     drop(FrontEnd::connect(&socket));
     std::thread::sleep(Duration::from_millis(100));
@@ -173,7 +178,7 @@ fn disk_errors_are_told_and_others_are_served() {
     for (fault, kind) in
         [("error_every = 1", IN), ("no_space_every = 1", OUT), ("short_every = 1", IN)]
     {
-        let (mut daemon, mut good) = daemon(engine(fault));
+        let Some((mut daemon, mut good)) = daemon(engine(fault)) else { return };
         let mut bad = FrontEnd::connect(&daemon.socket("bad"));
         for _ in 0..20 {
             assert_eq!(bad.request(kind, 0, 4096), IOERR, "{fault}");
@@ -194,7 +199,7 @@ fn stalled_disk_ends_late_and_others_are_served() {
         "{{ type = 'ssd', size = '4M', ssd = 'ref-8x80', fault = {{ stall_every = 1, stall_ms = {} }} }}",
         stall.as_millis()
     );
-    let (mut daemon, mut good) = daemon(engine);
+    let Some((mut daemon, mut good)) = daemon(engine) else { return };
     let mut bad = FrontEnd::connect(&daemon.socket("bad"));
     let start = Instant::now();
     bad.start(IN, 0, 4096);
@@ -218,7 +223,7 @@ fn file_that_shrinks_fails_requests_behind_its_end() {
             "{{ type = 'file', path = '{}', format = 'raw', direct = false }}",
             path.display()
         );
-        let (mut daemon, mut good) = daemon(engine);
+        let Some((mut daemon, mut good)) = daemon(engine) else { return };
         let mut bad = FrontEnd::connect(&daemon.socket("bad"));
         assert_eq!(bad.request(IN, SECTORS - 8, 4096), OK);
         file.set_len(1 << 20).unwrap();
@@ -233,7 +238,7 @@ fn file_that_shrinks_fails_requests_behind_its_end() {
 
 #[test]
 fn guest_memory_that_is_cut_off_breaks_its_queue_only() {
-    let (mut daemon, mut good) = daemon(ram());
+    let Some((mut daemon, mut good)) = daemon(ram()) else { return };
     let mut bad = FrontEnd::connect(&daemon.socket("bad"));
     assert_eq!(bad.request(IN, 0, 4096), OK);
     rustix::fs::ftruncate(bad.driver.guest().file(), 0).unwrap();
@@ -257,7 +262,7 @@ fn disk_that_is_shrunk_while_it_is_written_ends_where_it_is_told() {
     let path = directory.path().join("disk");
     File::create(&path).unwrap().set_len(LARGE).unwrap();
     let engine = format!("{{ type = 'file', path = '{}', format = 'raw' }}", path.display());
-    let (mut daemon, _good) = daemon(engine);
+    let Some((mut daemon, _good)) = daemon(engine) else { return };
     let resize = |size: u64| {
         let size = size.to_string();
         let output = daemon.ctl(&["device", "resize", "bad", &size, "--shrink"]).output().unwrap();

@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use rtvirtio_engine::testing::{has_io_uring, skipped};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -21,7 +22,11 @@ struct Served {
 }
 
 impl Served {
-    fn start(iocores: &str) -> Self {
+    /// None, and the test is skipped, where its IOThreads get no rings.
+    fn start(iocores: &str) -> Option<Self> {
+        if !has_io_uring() {
+            return None;
+        }
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name).display().to_string();
         let text = format!(
@@ -38,7 +43,7 @@ impl Served {
         let server = server.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         let served = Self { server, directory };
         eventually("the control socket", ENOUGH, || served.path("control.sock").exists());
-        served
+        Some(served)
     }
 
     fn path(&self, name: &str) -> std::path::PathBuf {
@@ -94,22 +99,21 @@ fn succeeds(verify: Child) {
 }
 
 /// Two CPUs of this process.
-fn two_cpus(test: &str) -> Option<[usize; 2]> {
+fn two_cpus() -> Option<[usize; 2]> {
     let set = rustix::thread::sched_getaffinity(None).unwrap();
     let mut cpus = (0..rustix::thread::CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu));
     let two = cpus.next().zip(cpus.next());
     if two.is_none() {
-        eprintln!("SKIPPED {test}: there is one CPU");
+        skipped("there is one CPU");
     }
     two.map(Into::into)
 }
 
 #[test]
 fn load_adds_an_iothread_and_its_end_removes_it() {
-    const TEST: &str = "load_adds_an_iothread_and_its_end_removes_it";
-    let Some([first, second]) = two_cpus(TEST) else { return };
+    let Some([first, second]) = two_cpus() else { return };
     let policy = format!("policy = \"dynamic\"\ncpus = [{first}, {second}]\n");
-    let served = Served::start(&policy);
+    let Some(served) = Served::start(&policy) else { return };
     assert_eq!(served.iothreads(), 1);
     let verify = served.verify("8");
     eventually("a further IOThread", ENOUGH, || !served.done("add_iothread").is_empty());
@@ -133,9 +137,8 @@ fn load_adds_an_iothread_and_its_end_removes_it() {
 
 #[test]
 fn policies_change_while_the_verifier_runs_and_static_leaves_all_where_it_is() {
-    const TEST: &str = "policies_change_while_the_verifier_runs_and_static_leaves_all_where_it_is";
-    let Some(cpus) = two_cpus(TEST) else { return };
-    let served = Served::start("");
+    let Some(cpus) = two_cpus() else { return };
+    let Some(served) = Served::start("") else { return };
     served.ctl(&["iothread", "create", "iot1"]);
     let verify = served.verify("4");
     assert_eq!(served.ctl(&["policy"])["running"], false);
@@ -196,15 +199,14 @@ impl Vm {
 /// All ways in which a data plane that has borrowed a CPU can end, or end borrowing.
 #[test]
 fn borrowed_cpu_is_given_back_however_it_ends() {
-    const TEST: &str = "borrowed_cpu_is_given_back_however_it_ends";
-    let Some([first, second]) = two_cpus(TEST) else { return };
+    let Some([first, second]) = two_cpus() else { return };
     let all = cpus_of(rustix::thread::gettid());
     let left: Vec<usize> = all.iter().copied().filter(|&cpu| cpu != second).collect();
     // The IOThread that there is has no CPU of its own; of those that may be added on CPUs of the vCPUs,
     // the second comes at once.
     let settings = format!("cpus = [{second}, {first}]\nborrow = true\n");
     for end in ["static", "term", "kill"] {
-        let mut served = Served::start(&settings);
+        let Some(mut served) = Served::start(&settings) else { return };
         let vm = Vm::connect(&served.path("a.sock"));
         assert_eq!(cpus_of(vm.vcpu), all);
         let connected = || served.ctl(&["device", "list"])[0]["connected"] == true;
@@ -225,7 +227,7 @@ fn borrowed_cpu_is_given_back_however_it_ends() {
 
 #[test]
 fn policy_borrows_only_with_a_guard_that_was_started_with_the_data_plane() {
-    let served = Served::start("cpus = [0]\n");
+    let Some(served) = Served::start("cpus = [0]\n") else { return };
     let mut ctl = Command::new(RTVIRTIO);
     ctl.arg("ctl").arg("--socket").arg(served.path("control.sock"));
     let output = ctl.args(["policy", "dynamic", "--borrow", "true"]).output().unwrap();

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::{has_io_uring, skipped};
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 
 use crate::scratch_disk::{RTVIRTIO, lab};
@@ -157,11 +158,14 @@ pub(crate) fn has_no_rights(pid: u32) {
 
 #[test]
 fn daemon_without_rights_serves_and_is_controlled() {
+    if !has_io_uring() {
+        return;
+    }
     let mut daemon = Daemon::start("nobody");
     if geteuid().is_root() {
         has_no_rights(daemon.child.id());
     } else {
-        eprintln!("SKIPPED user and capabilities: only root can give them up");
+        skipped("user and capabilities: only root can give them up");
     }
     for device in Daemon::DEVICES {
         daemon.verify(device);
@@ -191,8 +195,7 @@ fn daemon_without_rights_serves_and_is_controlled() {
 #[test]
 fn user_who_is_not_there_is_an_error_that_says_what_to_do() {
     if !geteuid().is_root() {
-        eprintln!("SKIPPED: only root becomes another user");
-        return;
+        return skipped("only root becomes another user");
     }
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("serve.toml");

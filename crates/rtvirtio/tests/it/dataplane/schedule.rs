@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::has_io_uring;
 use serde_json::Value;
 
 use crate::scratch_disk::{RTVIRTIO, eventually, lab};
@@ -35,6 +36,9 @@ fn ctl(socket: &Path, args: &[&str]) -> std::process::Output {
 
 #[test]
 fn promises_change_by_command_while_the_verifier_runs() {
+    if !has_io_uring() {
+        return;
+    }
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("serve.toml");
     let control = directory.path().join("control.sock");
@@ -117,6 +121,9 @@ fn promises_change_by_command_while_the_verifier_runs() {
 
 #[test]
 fn scheduled_disks_keep_their_content_and_their_limits() {
+    if !has_io_uring() {
+        return;
+    }
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("serve.toml");
     std::fs::write(&path, configuration(directory.path())).unwrap();
@@ -153,6 +160,9 @@ fn scheduled_disks_keep_their_content_and_their_limits() {
 /// apart from what the schedule makes late.
 #[test]
 fn stalls_of_a_disk_are_told_apart_from_the_schedules_own_lateness() {
+    if !has_io_uring() {
+        return;
+    }
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("serve.toml");
     let [control, socket] = ["control.sock", "a.sock"].map(|name| directory.path().join(name));

@@ -5,6 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::has_io_uring;
 use rtvirtio_host::qemu::Agent;
 use rtvirtio_testbed::guests::Restarts;
 use serde_json::{Value, json};
@@ -24,7 +25,8 @@ const COMMAND_LINE: &str =
 
 /// Whether guests can run here, one test at a time; if not, says so by name.
 pub(crate) fn can_run(test: &str) -> Option<MutexGuard<'static, ()>> {
-    image(test).map(|_| alone())
+    image(test)?;
+    has_io_uring().then(alone)
 }
 
 /// The shell in a guest, through its agent.

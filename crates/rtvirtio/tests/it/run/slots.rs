@@ -10,6 +10,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use rtvirtio_completion::slots::{FileIdentity, Offer, SLOTS, SlotMemory};
+use rtvirtio_engine::testing::has_io_uring;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -25,14 +26,17 @@ struct DataPlane {
 }
 
 impl DataPlane {
-    /// Serves a new file of the directory, of so many bytes.
-    fn start(directory: &TempDir, name: &str, bytes: u64) -> Self {
+    /// Serves a new file of the directory, of so many bytes. None, and the test is skipped, where its IOThread gets no ring.
+    fn start(directory: &TempDir, name: &str, bytes: u64) -> Option<Self> {
         let disk = directory.path().canonicalize().unwrap().join(name);
         File::create_new(&disk).unwrap().set_len(bytes).unwrap();
         Self::serve(directory, &disk)
     }
 
-    fn serve(directory: &TempDir, disk: &Path) -> Self {
+    fn serve(directory: &TempDir, disk: &Path) -> Option<Self> {
+        if !has_io_uring() {
+            return None;
+        }
         let directory = directory.path().canonicalize().unwrap();
         let (at, disk) = (directory.display(), disk.display());
         let configuration = format!(
@@ -56,7 +60,7 @@ engine = {{ type = 'file', path = '{disk}', format = 'raw' }}
         let child = command.stdin(Stdio::null()).stderr(log).spawn().unwrap();
         let data_plane = Self { child, directory };
         eventually("a start", ENOUGH, || data_plane.log().contains("serving 1 devices"));
-        data_plane
+        Some(data_plane)
     }
 
     fn socket(&self) -> PathBuf {
@@ -160,7 +164,7 @@ fn two_processes_share_one_poller_and_verify_and_kill_9_of_one_frees_its_slots()
     if !has(test, "fio") {
         return;
     }
-    let data_plane = DataPlane::start(&directory, "disk", 64 << 20);
+    let Some(data_plane) = DataPlane::start(&directory, "disk", 64 << 20) else { return };
     let disk = data_plane.directory.join("disk");
     let before = data_plane.holds();
     assert_eq!(data_plane.clients(), Vec::<Value>::new());
@@ -214,7 +218,7 @@ fn what_goes_by_slots_is_counted_and_verifies() {
     if !has(test, "fio") {
         return;
     }
-    let data_plane = DataPlane::start(&directory, "disk", 64 << 20);
+    let Some(data_plane) = DataPlane::start(&directory, "disk", 64 << 20) else { return };
     let disk = data_plane.directory.join("disk");
     // Interrupt too: its threads sleep on their slots.
     for mode in super::MODES {
@@ -279,7 +283,7 @@ fn block_device_is_known_by_whatever_name_it_was_opened() {
     let number = rustix::fs::stat(&device.0).unwrap().st_rdev;
     let kind = rustix::fs::FileType::BlockDevice;
     rustix::fs::mknodat(rustix::fs::CWD, &other, kind, 0o600.into(), number).unwrap();
-    let data_plane = DataPlane::serve(&directory, &device.0);
+    let Some(data_plane) = DataPlane::serve(&directory, &device.0) else { return };
     let mut command = data_plane.run("adaptive", Path::new("fio"));
     fio(&mut command, &other, "0", &[]);
     let output = command.output().unwrap();
@@ -300,7 +304,7 @@ fn slots_follow_queue_0_and_the_disks_schedule() {
     if !has(test, "fio") {
         return;
     }
-    let data_plane = DataPlane::start(&directory, "disk", 64 << 20);
+    let Some(data_plane) = DataPlane::start(&directory, "disk", 64 << 20) else { return };
     let disk = data_plane.directory.join("disk");
     let mut command = data_plane.run("adaptive", Path::new("fio"));
     fio(&mut command, &disk, "0", &["--time_based", "--runtime=120"]);
@@ -356,7 +360,7 @@ fn programs_behave_on_slots_as_without() {
         ("exec", 7, 0),
     ] {
         let Some(directory) = directory(test) else { return };
-        let data_plane = DataPlane::start(&directory, "pages", 256 * 4096);
+        let Some(data_plane) = DataPlane::start(&directory, "pages", 256 * 4096) else { return };
         for mode in ["poll", "adaptive"] {
             let mut command = data_plane.run(mode, program());
             let output = command.arg(part).arg(&data_plane.directory).output().unwrap();
@@ -376,7 +380,7 @@ fn child_has_slots_of_its_own_and_its_parents_go_with_the_parent() {
     if !has(test, "python3") {
         return;
     }
-    let data_plane = DataPlane::start(&directory, "disk", 1 << 20);
+    let Some(data_plane) = DataPlane::start(&directory, "disk", 1 << 20) else { return };
     let script = "
 import mmap, os, sys
 fd = os.open(sys.argv[1], os.O_RDWR | os.O_DIRECT)
@@ -426,7 +430,7 @@ fn data_plane_that_is_killed_or_ends_is_not_noticed() {
         [("adaptive", Signal::KILL), ("poll", Signal::KILL), ("adaptive", Signal::TERM)]
     {
         let Some(directory) = directory(test) else { return };
-        let mut data_plane = DataPlane::start(&directory, "disk", 64 << 20);
+        let Some(mut data_plane) = DataPlane::start(&directory, "disk", 64 << 20) else { return };
         let disk = data_plane.directory.join("disk");
         let mut command = data_plane.run(mode, Path::new("fio"));
         fio(&mut command, &disk, "0", &["--time_based", "--runtime=4"]);
@@ -538,7 +542,7 @@ fn client_that_lies_is_turned_out_and_others_verify() {
     if !has(test, "fio") {
         return;
     }
-    let data_plane = DataPlane::start(&directory, "disk", 64 << 20);
+    let Some(data_plane) = DataPlane::start(&directory, "disk", 64 << 20) else { return };
     let disk = data_plane.directory.join("disk");
     let before = data_plane.holds();
     let mut command = data_plane.run("adaptive", Path::new("fio"));
@@ -576,7 +580,7 @@ fn client_that_lies_is_turned_out_and_others_verify() {
 fn more_processes_than_a_disk_takes_are_refused_until_one_leaves() {
     let test = "more_processes_than_a_disk_takes_are_refused_until_one_leaves";
     let Some(directory) = directory(test) else { return };
-    let data_plane = DataPlane::start(&directory, "disk", 1 << 20);
+    let Some(data_plane) = DataPlane::start(&directory, "disk", 1 << 20) else { return };
     let mut clients: Vec<_> = (0..64).map(|_| Hostile::connect(&data_plane)).collect();
     assert_eq!(data_plane.clients().len(), 64);
     let mut stream = UnixStream::connect(data_plane.socket()).unwrap();

@@ -8,11 +8,12 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::MutexGuard;
 use std::time::{Duration, Instant};
 
+use rtvirtio_engine::testing::has_io_uring;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
-use crate::scratch_disk::{RTVIRTIO, alone, built};
+use crate::scratch_disk::{RTVIRTIO, alone, built, may_mount};
 
 /// Long enough on a busy machine.
 pub(crate) const ENOUGH: Duration = Duration::from_secs(60);
@@ -31,8 +32,10 @@ pub(crate) fn can_mount(test: &str) -> Option<MutexGuard<'static, ()>> {
         "needs root"
     } else if File::options().read(true).write(true).open("/dev/fuse").is_err() {
         "needs /dev/fuse"
+    } else if !may_mount() {
+        "needs the right to mount"
     } else {
-        return Some(alone());
+        return has_io_uring().then(alone);
     };
     say(&format!("SKIPPED {test}: {why}"));
     None
