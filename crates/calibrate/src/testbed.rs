@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail};
 use rtvirtio_cases::{Case, Neighbour, Scale, SchemeSettings, Tier};
 use rtvirtio_cli::input;
 use rtvirtio_host::interrupt::Interrupted;
-use rtvirtio_host::{ApplyOptions, Host, RollbackOutcome, Topology};
+use rtvirtio_host::{ApplyOptions, Host, HostError, RollbackOutcome, Topology};
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{Knobs, Scheduler, Settings, diff};
@@ -234,14 +234,21 @@ impl Testbed {
     /// # Errors
     /// If a knob cannot be set.
     pub fn set(&self, specification: &Specification, scheme: &SchemeSettings) -> Result<()> {
-        let observed = self.prepare(specification)?;
-        let mut changes = diff(&observed, &scheme.settings.knobs());
-        if self.keeps_device_knobs {
-            changes.retain(|change| change.knob.vm().is_some());
-        }
         let topology = Topology::of_specification(specification);
-        self.host.apply(&topology, &observed, &changes, ApplyOptions::default())?;
-        Ok(())
+        let apply = || -> Result<()> {
+            let observed = self.prepare(specification)?;
+            let mut changes = diff(&observed, &scheme.settings.knobs());
+            if self.keeps_device_knobs {
+                changes.retain(|change| change.knob.vm().is_some());
+            }
+            self.host.apply(&topology, &observed, &changes, ApplyOptions::default())?;
+            Ok(())
+        };
+        apply().or_else(|error| match error.downcast_ref() {
+            // A plan has been applied while this waited for it.
+            Some(HostError::Stale { .. }) => apply(),
+            _ => Err(error),
+        })
     }
 
     /// Applies the settings, runs the load at `place`, measures.

@@ -37,7 +37,7 @@ const STEP: Duration = Duration::from_millis(100);
 /// What the program's signal handlers set.
 static INTERRUPTED: OnceLock<Arc<Interrupted>> = OnceLock::new();
 
-/// From now on waits for whoever is at the other end of a pipe, and for a data plane, end with the program.
+/// From now on waits for whoever is at the other end of a pipe, for a data plane, VMs and locks end with the program.
 pub(crate) fn end_waits_with(interrupted: &Arc<Interrupted>) {
     // A program has one.
     let _ = INTERRUPTED.set(Arc::clone(interrupted));
@@ -104,7 +104,11 @@ impl Reader {
         interrupted: Option<&Interrupted>,
     ) -> io::Result<Vec<u8>> {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut reader = Self(command.spawn()?);
+        let started = command.spawn().map_err(|error| {
+            let program = command.get_program().display();
+            io::Error::new(error.kind(), format!("start {program}, which reads it: {error}"))
+        });
+        let mut reader = Self(started?);
         let mut bytes = Vec::new();
         if let Some(stdout) = reader.0.stdout.take() {
             drain(stdout, &mut bytes, limit, time, interrupted)?;
@@ -116,7 +120,15 @@ impl Reader {
         if let Some(stderr) = reader.0.stderr.take() {
             drain(stderr, &mut said, PIECE, time, interrupted)?;
         }
-        let status = reader.0.wait()?;
+        let begun = Instant::now();
+        let status = loop {
+            check_interrupted(interrupted)?;
+            match reader.0.try_wait()? {
+                Some(status) => break status,
+                None if begun.elapsed() >= time => return Err(late(time)),
+                None => std::thread::sleep(Duration::from_millis(1)),
+            }
+        };
         if status.success() {
             return Ok(bytes);
         }
@@ -147,7 +159,11 @@ fn drain(
             return Ok(());
         }
     }
-    Err(io::Error::new(io::ErrorKind::TimedOut, format!("it has not answered for {time:?}")))
+    Err(late(time))
+}
+
+fn late(time: Duration) -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, format!("it has not answered for {time:?}"))
 }
 
 /// A file that is read: one that is a pipe (`<(…)`, `mkfifo`) is waited for, though not for ever.
@@ -207,8 +223,8 @@ impl Read for Input<'_> {
 fn bytes(path: &Path, limit: u64) -> Result<Vec<u8>> {
     let whole = std::path::absolute(path)?;
     if let Some(far) = host().beyond_reach(&whole) {
-        // Whoever opens a file of a server or process that answers no more hears no signal but SIGKILL, and behind
-        // FUSE not always that. Another process can be left to such a wait; a thread would keep this one from its end.
+        // Whoever opens a file of a server or process that answers no more can be killed, at most, and behind FUSE not
+        // always that. Another process can be left to such a wait; a thread would keep this one from its end.
         let mut command = Command::new("cat");
         command.arg("--").arg(whole).env("LC_ALL", "C");
         let interrupted: Option<&Interrupted> = INTERRUPTED.get().map(AsRef::as_ref);
@@ -414,8 +430,8 @@ pub(crate) fn state_directory() -> Result<Option<PathBuf>> {
     Ok(Some(path))
 }
 
-/// This host; `RTVIRTIO_STATE_DIR` moves journal and lock away from `/run/rtvirtio-host`. Its data plane is not waited for
-/// once the user wants the program to end.
+/// This host; `RTVIRTIO_STATE_DIR` moves journal and lock away from `/run/rtvirtio-host`. Its data plane, VMs and locks are
+/// not waited for once the user wants the program to end.
 pub fn host() -> Host {
     let mut host = Host::new("/");
     // A path that cannot be has ended the program before.

@@ -165,10 +165,7 @@ pub fn main<P: Program>() -> ExitCode {
     }
     match outcome {
         Ok(outcome) => outcome.into(),
-        Err(e)
-            if e.is::<InterruptedError>()
-                || e.downcast_ref::<HostError>().is_some_and(HostError::is_of_user) =>
-        {
+        Err(e) if is_of_user(&e) => {
             eprintln!("interrupted");
             ExitCode::from(130)
         }
@@ -177,6 +174,13 @@ pub fn main<P: Program>() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Whether the user has ended the work that failed so.
+#[must_use]
+pub fn is_of_user(error: &anyhow::Error) -> bool {
+    error.is::<InterruptedError>()
+        || error.downcast_ref::<HostError>().is_some_and(HostError::is_of_user)
 }
 
 /// Prints an error with its causes, each once, and a hint if there is one.

@@ -119,10 +119,11 @@ pub struct Forwarding {
     learned: Arc<Learned>,
 }
 
+/// Never 0, which is no entry: there is an address of zeroes, if no station's.
 #[inline]
 const fn key(mac: Mac, vlan: u16) -> u64 {
     let [a, b, c, d, e, f] = mac;
-    u64::from_be_bytes([0, 0, a, b, c, d, e, f]) << 12 | vlan as u64
+    u64::from_be_bytes([0, 1, a, b, c, d, e, f]) << 12 | vlan as u64
 }
 
 impl Vlans {
@@ -335,7 +336,7 @@ const WAYS: usize = 8;
 /// An address and where it was seen.
 #[derive(Debug, Default)]
 struct Entry {
-    /// Address and VLAN; 0: none, which is no station's.
+    /// Address and VLAN ([`key`]); 0: none.
     key: AtomicU64,
     /// Port, and in the upper half when, in seconds.
     seen: AtomicU64,
@@ -615,6 +616,21 @@ mod tests {
         assert_eq!((tagged.tag(), switch.egress(0, origin)), (None, Egress::Untagged));
         let origin = switch.admit(0, &mut head(mac(9), mac(1), &[]), 0).unwrap();
         assert_eq!(switch.egress(2, origin), Egress::Tagged(10));
+    }
+
+    #[test]
+    fn address_of_zeroes_is_as_unknown_as_any_other() {
+        let ports = (1..=3).map(|last| port(last, Vlans::Untagged)).collect();
+        let switch = Forwarding::new(ports);
+        let [unknown, zeroes] = [mac(9), [0; 6]].map(|to| sent(&switch, 1, head(to, mac(2), &[])));
+        assert_eq!(zeroes, unknown);
+        // Nor where a place was given back.
+        let open = |last| Port { anti_spoofing: false, ..port(last, Vlans::Untagged) };
+        let switch = Forwarding::new(vec![open(1), open(2)]);
+        sent(&switch, 1, head(mac(1), [0; 6], &[])).unwrap();
+        assert_eq!(sent(&switch, 0, head([0; 6], mac(1), &[])), Ok(vec![1]));
+        switch.forget(1);
+        assert_eq!(switch.learned(0).count(), 0);
     }
 
     #[test]

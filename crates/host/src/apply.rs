@@ -19,7 +19,7 @@
 //!
 //! A calibration or benchmark has a journal of its own, and puts a device's knobs back as it found them.
 //! So it may begin on a device that a plan was applied to; but nothing is applied or put back there until it has ended.
-//! A lock of both keeps it from beginning between the look whether it has and the last write. It is taken after the
+//! A lock that both take keeps it from beginning between the check of its journal and the last write. It is taken after the
 //! host's own lock, or the measurement's, and while it is held no other one is waited for.
 //!
 //! Properties: `rollback_after_crash_at_any_step_restores`,
@@ -61,6 +61,9 @@ const WATCH: Duration = Duration::from_millis(500);
 /// How long the watchdog waits for the lock, a hook's apply, and a measurement for an apply: one that
 /// another process is at takes well under a second, and some more where guests do not answer.
 pub(crate) const LOCK_WAIT: Duration = Duration::from_secs(60);
+
+/// How long an apply or a rollback waits for a measurement that is setting something, which takes milliseconds.
+const DEVICES_WAIT: Duration = Duration::from_secs(2);
 
 /// The lock that whoever measures holds, beside the journal of what it has set.
 const IN_USE: &str = "in-use";
@@ -176,7 +179,7 @@ impl Host {
         let devices = resolved.devices.iter().filter(|(name, _)| is_set(name));
         let _devices = if self.is_measurement() {
             // No plan is applied between its look at what there is and the journal that tells of it.
-            self.lock_devices()?
+            self.lock_devices(LOCK_WAIT)?
         } else {
             self.check_not_measured(devices.map(|(name, disk)| (disk.number, name)))?
         };
@@ -329,7 +332,11 @@ impl Host {
                 thread::sleep(remaining.min(WATCH));
                 continue;
             }
-            let lock = self.state.lock_within("lock", LOCK_WAIT, None)?;
+            let lock = match self.state.lock_within("lock", LOCK_WAIT, None) {
+                // Whoever has it for so long may never give it back; if it does, this is still to be done.
+                Err(HostError::Locked { .. }) => continue,
+                lock => lock?,
+            };
             match self.recover(&lock) {
                 Err(HostError::Measured { .. }) => {}
                 Ok(None) => return Ok(WatchdogOutcome::Settled),
@@ -493,10 +500,10 @@ impl Host {
     }
 
     /// Keeps measurements from setting schedulers as long as it is held, or plans, if this is one.
-    fn lock_devices(&self) -> Result<Option<Lock>, HostError> {
+    fn lock_devices(&self, wait: Duration) -> Result<Option<Lock>, HostError> {
         let Some(directory) = self.measurements.0.parent() else { return Ok(None) };
         let directory = StateDirectory(directory.to_owned());
-        match directory.lock_within(DEVICES, LOCK_WAIT, self.interrupted.as_deref()) {
+        match directory.lock_within(DEVICES, wait, self.interrupted.as_deref()) {
             // Whoever cannot write there, with a state directory elsewhere, can keep nobody from it.
             Err(HostError::State { .. }) => Ok(None),
             lock => lock.map(Some),
@@ -514,7 +521,12 @@ impl Host {
         if self.is_measurement() || devices.peek().is_none() {
             return Ok(None);
         }
-        let lock = self.lock_devices()?;
+        let lock = match self.lock_devices(DEVICES_WAIT) {
+            // Its holder hangs, as on a device that answers no more, and must not keep others from theirs. What it sets there is
+            // in its journal before.
+            Err(HostError::Locked { .. }) => None,
+            lock => lock?,
+        };
         // A journal that cannot be read is for whoever measures next: nobody knows what is in it.
         let Ok(Some(journal)) = self.measurements.load() else { return Ok(lock) };
         if journal.boot_id != self.boot_id() {

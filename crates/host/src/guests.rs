@@ -10,7 +10,7 @@
 //! and putting it back have [`LOOK`] each, however many requests they are; and all
 //! VMs are looked at and put back at the same time. A VM that is not reached is left alone
 //! by a plan and by [`Host::reapply`], and fails any other apply before anything
-//! is written. None is waited for once the user interrupts, but for a moment those that are put back.
+//! is written. Once the user interrupts no VM is waited for; one that is being put back has another second.
 //!
 //! A *place* names a file of a guest or a property of its QEMU beside the host's
 //! files: `plc:/sys/block/vda/queue/scheduler`, `plc:/objects/io0/poll-max-ns`.

@@ -37,7 +37,7 @@ pub fn wait(time: Duration, interrupted: &Interrupted) -> Result<(), Interrupted
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Interrupt {
     interrupted: Option<Arc<Interrupted>>,
-    /// How long from the signal on a request that puts something back may take; zero: it ends at once.
+    /// How much longer a request may take after the signal: nothing, unless it puts something back.
     grace: Duration,
     /// The deadline of the request that is under way, and when it was found that the signal has come.
     heard: Option<(Instant, Instant)>,

@@ -60,8 +60,8 @@ impl Schedulers {
         Some(Self { selected: selected.or_else(only)?, offered, is_fixed })
     }
 
-    /// Those that the device can have, with what the kernel loads when it is asked for it; `if_unknown` says
-    /// which ones are among them where nobody can tell whether it does.
+    /// Those that the device can have, with those that the kernel loads when they are selected. Where its modules are not seen,
+    /// `if_unknown` says which names to count among them.
     pub(crate) fn possible(
         self,
         sysfs: &dyn Sysfs,

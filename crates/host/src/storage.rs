@@ -225,9 +225,12 @@ impl Stack {
     pub(crate) fn beyond_reach(sysfs: &dyn Sysfs, path: &Path) -> Option<Self> {
         let mountinfo = sysfs.read(Path::new("/proc/self/mountinfo")).ok()?;
         let mounts: Vec<Mounted<'_>> = mountinfo.lines().filter_map(Mounted::parse).collect();
-        // What runs this program answers.
+        // What runs this program answers. What an automount point will lead to is a server's, nearly always.
         let remote = |mounted: &Mounted<'_>| {
-            uncontrolled(mounted.kind)
+            let is_automount = mounted.kind == "autofs";
+            is_automount
+                .then_some(Uncontrolled::Network)
+                .or_else(|| uncontrolled(mounted.kind))
                 .filter(|why| matches!(why, Uncontrolled::Network | Uncontrolled::Fuse))
                 .filter(|_| mounted.mount != Path::new("/"))
         };
@@ -701,6 +704,16 @@ mod tests {
             let beyond = |path: &str| Stack::beyond_reach(&sysfs, Path::new(path)).is_some();
             assert_eq!(beyond("/pool/relative"), is_local, "{mounts:?}");
             assert!(!beyond("/images/here.img"), "{mounts:?}");
+        }
+        // An automount point, and what was mounted there.
+        let point = "2 1 0:41 / /pool rw - autofs systemd-1 rw";
+        for (mounts, is_beyond) in [
+            (vec![point], true),
+            (vec![point, "3 2 8:1 / /pool rw - ext4 /dev/sda1 rw"], false),
+            (vec![point, "3 2 0:42 / /pool rw - nfs4 server:/pool rw"], true),
+        ] {
+            std::fs::write(at("proc/self/mountinfo"), mounts.join("\n")).unwrap();
+            assert_eq!(beyond("/pool/here.img").is_some(), is_beyond, "{mounts:?}");
         }
     }
 

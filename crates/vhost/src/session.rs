@@ -465,7 +465,10 @@ impl<H: QueueHost> Session<H> {
                     return Err(Refused::NotASocket);
                 }
                 let channel = Arc::new(Channel(fd));
-                self.device.link().set_channel(&channel);
+                // All that is sent there is that the configuration has changed, which other front ends do not expect.
+                if self.protocol & features::PROTOCOL_CONFIG != 0 {
+                    self.device.link().set_channel(&channel);
+                }
                 self.channel = Some(channel);
             }
             Message::GetInflightFd(area) => return self.create_inflight(area),

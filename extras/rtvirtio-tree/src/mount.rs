@@ -99,7 +99,7 @@ impl Tree {
             Change::Default(iothread) => {
                 lock(&self.views).set_default(iothread);
                 // Whatever has come since the view above is new.
-                self.adopt();
+                self.adopt(false);
             }
             Change::MoveDevice(device, _) | Change::MoveQueue(device, ..) if result.is_ok() => {
                 lock(&self.views).settle(&device);
@@ -114,20 +114,21 @@ impl Tree {
         *lock(&self.error) = format!("{what}: {refusal}\n{hint}");
     }
 
-    /// Moves devices that have come to where new ones go. What may pass, as that a front end just connects, is left to
-    /// [`Self::keep_adopting`].
-    pub(super) fn adopt(&self) {
-        let new = self.view(Duration::ZERO).ok().and_then(|view| lock(&self.views).take_new(&view));
+    /// Moves devices that have come to where new ones go; `again`: those too whose move was refused. What may pass, as that a
+    /// front end just connects, is left to [`Self::keep_adopting`].
+    pub(super) fn adopt(&self, again: bool) {
+        let view = self.view(Duration::ZERO).ok();
+        let new = view.and_then(|view| lock(&self.views).take_new(&view, again));
         let Some((devices, iothread)) = new else { return };
         for device in devices {
             let change = Change::MoveDevice(device.name.clone(), iothread.clone());
             let Err(refusal) = change.make(&self.client) else { continue };
             // It is said once, however often it is tried.
-            if device.refused == 0 {
+            if device.refused.is_none() {
                 self.failed(&format!("worker/default: device {}", device.name), &refusal);
             }
             if refusal.may_pass() {
-                lock(&self.views).put_back(device, &iothread);
+                lock(&self.views).put_back(device, &iothread, Instant::now());
                 self.refused.notify_one();
             }
         }
@@ -140,7 +141,7 @@ impl Tree {
             let views = lock(&self.views);
             drop(self.refused.wait_while(views, |views| !views.has_refused()));
             std::thread::sleep(AGAIN);
-            self.adopt();
+            self.adopt(true);
         }
     }
 
@@ -465,7 +466,7 @@ mod tests {
     fn device_whose_move_is_refused_is_moved_later() {
         let (tree, plane, _directory) = tree();
         come(&plane, 2, 409);
-        tree.adopt();
+        tree.adopt(false);
         let said = std::mem::take(&mut *lock(&tree.error));
         assert_eq!(said, "worker/default: device late: it is busy\n");
         let again = Arc::clone(&tree);
@@ -478,7 +479,7 @@ mod tests {
             thread::sleep(Duration::from_millis(10));
         }
         // It was said once, and is moved once.
-        tree.adopt();
+        tree.adopt(false);
         assert_eq!((lock(&plane).asked, &**lock(&tree.error)), (3, ""));
     }
 
@@ -487,7 +488,7 @@ mod tests {
         for status in [404, 422] {
             let (tree, plane, _directory) = tree();
             come(&plane, u32::MAX, status);
-            (0..3).for_each(|_| tree.adopt());
+            (0..3).for_each(|_| tree.adopt(true));
             assert_eq!(lock(&plane).asked, 1, "{status}");
             assert!(!lock(&tree.views).has_refused());
         }

@@ -88,7 +88,7 @@ fn config() -> Config {
 fn follow(events: Events, tree: &Tree) -> String {
     for event in events {
         match event {
-            Ok(Event::DeviceAdded { .. } | Event::EventsLost { .. }) => tree.adopt(),
+            Ok(Event::DeviceAdded { .. } | Event::EventsLost { .. }) => tree.adopt(false),
             Ok(_) => {}
             Err(fault) => return format!("the data plane has gone: {fault}"),
         }

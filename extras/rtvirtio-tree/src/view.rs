@@ -24,8 +24,8 @@ const REST: u32 = 5;
 pub(super) const MAX_HELD: usize = 64;
 /// Most bytes of their texts, if that is more than two views.
 const MAX_HELD_BYTES: usize = 64 << 20;
-/// How often the move of a new device is tried: one a second ([`super::mount::AGAIN`]), for half a minute.
-pub(super) const MAX_TRIES: u32 = 30;
+/// For how long the move of a new device is tried again, each second ([`super::mount::AGAIN`]).
+pub(super) const TRIED_FOR: Duration = Duration::from_secs(30);
 
 /// Numbers of names: a name keeps its number while it is there, and no other one gets it later.
 #[derive(Debug)]
@@ -186,8 +186,10 @@ impl View {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct NewDevice {
     pub(super) name: DiskName,
-    /// How often that was refused.
-    pub(super) refused: u32,
+    /// Where its queues are, in their order.
+    iothreads: Vec<IoThreadName>,
+    /// When that was first refused.
+    pub(super) refused: Option<Instant>,
 }
 
 /// What becomes of new devices.
@@ -196,8 +198,8 @@ struct NewDevices {
     iothread: IoThreadName,
     /// Those with this number or a higher one.
     from: u32,
-    /// And those whose move was refused, with how often.
-    refused: BTreeMap<DiskName, u32>,
+    /// And those whose move was refused.
+    refused: BTreeMap<DiskName, NewDevice>,
 }
 
 /// The latest views.
@@ -294,31 +296,44 @@ impl Views {
         self.default = default.map(|iothread| NewDevices { iothread, from, refused });
     }
 
-    /// The devices of `view` that are new, each time other ones but for those that were put back, and where they go.
-    pub(super) fn take_new(&mut self, view: &View) -> Option<(Vec<NewDevice>, IoThreadName)> {
+    /// The devices of `view` that are new, each time other ones, and where they go; with `again`, those too that were put back. Where
+    /// the queues of one of these have been moved since, somebody else has said where they go.
+    pub(super) fn take_new(
+        &mut self,
+        view: &View,
+        again: bool,
+    ) -> Option<(Vec<NewDevice>, IoThreadName)> {
         let default = self.default.as_mut()?;
         // Who was put back and is not in the view has gone.
         let mut before = std::mem::take(&mut default.refused);
-        let new = view.devices().filter_map(|(number, device)| {
+        let mut new = Vec::new();
+        for (number, device) in view.devices() {
             let name = device.name();
-            let refused = before.remove(&name);
-            // One that has come anew under the name of another has a number of its own.
-            let refused = if number >= default.from { 0 } else { refused? };
-            Some(NewDevice { name, refused })
-        });
-        let new = new.collect();
+            let queues = device.queues();
+            let iothreads = queues.into_iter().map(|queue| queue.iothread().clone()).collect();
+            let found = NewDevice { name, iothreads, refused: None };
+            match before.remove(&found.name) {
+                // One that has come anew under the name of another has a number of its own.
+                _ if number >= default.from => new.push(found),
+                Some(refused) if refused.iothreads != found.iothreads => {}
+                Some(refused) if again => new.push(refused),
+                Some(refused) => drop(default.refused.insert(found.name, refused)),
+                None => {}
+            }
+        }
         // Another reader may have had a later view in the meantime: what is in that alone is new yet.
         default.from = default.from.max(view.next_device);
         Some((new, default.iothread.clone()))
     }
 
-    /// A new device's move to `iothread` was refused: it is to be tried again, unless that was the last time, or new devices go
+    /// A new device's move to `iothread` was refused: it is to be tried again, unless that has taken too long, or new devices go
     /// elsewhere by now.
-    pub(super) fn put_back(&mut self, device: NewDevice, iothread: &IoThreadName) {
-        let refused = device.refused + 1;
+    pub(super) fn put_back(&mut self, device: NewDevice, iothread: &IoThreadName, now: Instant) {
+        let refused = *device.refused.as_ref().unwrap_or(&now);
         let default = self.default.as_mut().filter(|default| default.iothread == *iothread);
-        if let Some(default) = default.filter(|_| refused < MAX_TRIES) {
-            default.refused.insert(device.name, refused);
+        if let Some(default) = default.filter(|_| now < refused + TRIED_FOR) {
+            let device = NewDevice { refused: Some(refused), ..device };
+            default.refused.insert(device.name.clone(), device);
         }
     }
 
@@ -339,6 +354,7 @@ impl Views {
 pub(super) mod tests {
     use serde_json::json;
 
+    use super::super::mount::AGAIN;
     use super::*;
 
     fn worker(name: &str) -> serde_json::Value {
@@ -492,63 +508,74 @@ pub(super) mod tests {
     #[test]
     fn devices_are_new_once_and_only_after_the_default_was_set() {
         let name = |text: &str| IoThreadName::new(text).unwrap();
-        let device = |text: &str| NewDevice { name: DiskName::new(text).unwrap(), refused: 0 };
+        let device = |text: &str| {
+            let (name, iothreads) = (DiskName::new(text).unwrap(), vec![name("a")]);
+            NewDevice { name, iothreads, refused: None }
+        };
         let mut views = Views::new();
         let view = views.take(text(&["a", "b"], &[("x", &["a"])]));
-        assert_eq!(views.take_new(&view), None);
+        assert_eq!(views.take_new(&view, false), None);
         views.set_default(Some(name("b")));
-        assert_eq!(views.take_new(&view), Some((vec![], name("b"))));
+        assert_eq!(views.take_new(&view, false), Some((vec![], name("b"))));
         let view = views.take(text(&["a", "b"], &[("w", &["a"]), ("x", &["a"])]));
         assert_eq!(view.default, Some(name("b")));
         // Another reader has the next view before what is new in this one is taken.
         let later = views.take(text(&["a", "b"], &[("v", &["a"]), ("w", &["a"]), ("x", &["a"])]));
-        assert_eq!(views.take_new(&view), Some((vec![device("w")], name("b"))));
-        assert_eq!(views.take_new(&view), Some((vec![], name("b"))));
-        assert_eq!(views.take_new(&later), Some((vec![device("v")], name("b"))));
+        assert_eq!(views.take_new(&view, false), Some((vec![device("w")], name("b"))));
+        assert_eq!(views.take_new(&view, false), Some((vec![], name("b"))));
+        assert_eq!(views.take_new(&later, false), Some((vec![device("v")], name("b"))));
         // It goes with its IOThread.
         assert_eq!(views.take(text(&["a"], &[])).default, None);
     }
 
     #[test]
-    fn device_whose_move_is_refused_is_new_again_for_so_many_times() {
+    fn device_whose_move_is_refused_is_new_again_for_so_long() {
+        const ON_A: &[&str] = &["a"];
         let name = |text: &str| IoThreadName::new(text).unwrap();
         let with = |devices: &[&str]| {
-            const ON: &[&str] = &["a"];
-            let devices: Vec<_> = devices.iter().map(|name| (*name, ON)).collect();
+            let devices: Vec<_> = devices.iter().map(|name| (*name, ON_A)).collect();
             text(&["a", "b"], &devices)
         };
         let mut views = Views::new();
         views.take(with(&["x"]));
         views.set_default(Some(name("b")));
         let view = views.take(with(&["w", "x"]));
-        let mut tries = 0;
-        while let Some((devices, iothread)) = views.take_new(&view)
-            && let Ok([device]) = <[NewDevice; 1]>::try_from(devices)
-        {
-            assert_eq!((device.name.as_str(), device.refused), ("w", tries));
+        let begun = Instant::now();
+        let refused = |views: &mut Views, view: &View, after: Duration| {
+            let (devices, iothread) = views.take_new(view, true).unwrap();
+            let [device] = <[NewDevice; 1]>::try_from(devices).unwrap();
+            assert_eq!(device.name.as_str(), "w");
             assert!(!views.has_refused());
-            views.put_back(device, &iothread);
-            tries += 1;
-            assert!(tries <= MAX_TRIES);
-            assert_eq!(views.has_refused(), tries < MAX_TRIES);
+            views.put_back(device.clone(), &iothread, begun + after);
+            device
+        };
+        for after in [Duration::ZERO, TRIED_FOR - AGAIN] {
+            refused(&mut views, &view, after);
+            // Whoever looks for new ones only leaves it.
+            assert_eq!(views.take_new(&view, false), Some((vec![], name("b"))));
+            assert!(views.has_refused());
         }
-        assert_eq!(tries, MAX_TRIES);
+        let device = refused(&mut views, &view, TRIED_FOR);
+        assert!(!views.has_refused());
 
-        // Not if somebody has said where it goes, it has gone, or new ones go elsewhere.
-        let device = NewDevice { name: DiskName::new("w").unwrap(), refused: 3 };
-        let put_back = |views: &mut Views| views.put_back(device.clone(), &name("b"));
+        // Not if somebody has said where it goes, by the tree or without, it has gone, or new ones go elsewhere.
+        let device = NewDevice { refused: None, ..device };
+        let put_back = |views: &mut Views| views.put_back(device.clone(), &name("b"), begun);
         put_back(&mut views);
         views.settle(&device.name);
         assert!(!views.has_refused());
         put_back(&mut views);
+        let moved = views.take(text(&["a", "b", "c"], &[("w", &["c"]), ("x", ON_A)]));
+        assert_eq!(views.take_new(&moved, true), Some((vec![], name("b"))));
+        assert!(!views.has_refused());
+        put_back(&mut views);
         let without = views.take(with(&["x"]));
-        assert_eq!(views.take_new(&without), Some((vec![], name("b"))));
+        assert_eq!(views.take_new(&without, true), Some((vec![], name("b"))));
         assert!(!views.has_refused());
         put_back(&mut views);
         // Another one of its name has been refused nothing yet.
         let again = views.take(with(&["w", "x"]));
-        let anew = NewDevice { refused: 0, ..device.clone() };
-        assert_eq!(views.take_new(&again), Some((vec![anew], name("b"))));
+        assert_eq!(views.take_new(&again, true), Some((vec![device.clone()], name("b"))));
         put_back(&mut views);
         views.set_default(Some(name("a")));
         assert!(!views.has_refused());

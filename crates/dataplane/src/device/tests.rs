@@ -8,7 +8,9 @@ use std::sync::Arc;
 use rtvirtio_units::Bytes;
 use rtvirtio_vhost::protocol::features::{LOG_ALL, RING_PACKED};
 use rtvirtio_vhost::protocol::{HEADER_SIZE, Header, InflightArea, Message, Request};
-use rtvirtio_vhost::session::testing::{BASIC, Front, address, eventfd, memory, region, served};
+use rtvirtio_vhost::session::testing::{
+    BASIC, Front, TOLD_OF_CHANGES, address, eventfd, memory, region, served,
+};
 use rtvirtio_vhost::session::{Answer, Refused, SessionError};
 use rustix::io::Errno;
 use vhost::vhost_user::message::{
@@ -146,6 +148,7 @@ fn resize_is_told_over_the_channel_as_long_as_the_session_lives() {
     let device = device();
     let mut front = Front::ready(device.clone());
     let (mut ours, theirs) = UnixStream::pair().unwrap();
+    front.send(Message::SetProtocolFeatures(TOLD_OF_CHANGES)).unwrap();
     front.with_fd(Message::SetBackendReqFd, theirs.into()).unwrap();
     device.resize(Some(Bytes::new(1 << 21))).unwrap();
     let mut header = [0; HEADER_SIZE];
@@ -164,6 +167,7 @@ fn channel_that_is_not_read_never_blocks_a_resize() {
     let device = device();
     let mut front = Front::ready(device.clone());
     let (_ours, theirs) = UnixStream::pair().unwrap();
+    front.send(Message::SetProtocolFeatures(TOLD_OF_CHANGES)).unwrap();
     front.with_fd(Message::SetBackendReqFd, theirs.into()).unwrap();
     let full = (0..1_000_000).find_map(|_| device.link().notify().err());
     assert_eq!(full, Some(Errno::AGAIN));

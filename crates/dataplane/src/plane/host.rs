@@ -439,7 +439,8 @@ mod tests {
             read_only: false,
             explicit_raw: false,
             block_size: None,
-            aio: Aio::Auto,
+            // Where nothing is to be registered, no ring is needed.
+            aio: if wish == Wish::Off { Aio::Auto } else { Aio::IoUring },
         });
         let engine = Arc::new(engine.unwrap());
         let device = Device::new(DeviceConfig {

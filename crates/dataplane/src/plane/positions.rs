@@ -213,8 +213,7 @@ mod tests {
         let directory = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let socket = directory.path().join("net0");
         let Some(refused) = PositionsFile::open(&socket, 2, None).err() else {
-            eprintln!("skip: the sources are in memory here");
-            return;
+            return rtvirtio_engine::testing::skipped("the sources are in memory here");
         };
         let path = directory.path().join("net0.positions");
         assert_eq!(refused, PositionsError::NotInMemory { path: path.clone() });

@@ -27,7 +27,7 @@ use crate::key::QueueKey;
 use crate::pool::{MoveError, Pool, ThreadId};
 use crate::queue::{Queue, SlotsSetup};
 use rtvirtio_vhost::protocol::{HEADER_SIZE, Message, VringAddress, VringFd, VringState, features};
-use rtvirtio_vhost::session::testing::{memory, region};
+use rtvirtio_vhost::session::testing::{TOLD_OF_CHANGES, memory, region};
 use rtvirtio_vhost::session::{Answer, QueueHost, Refused, Session, StartError};
 
 mod nics;
@@ -583,6 +583,7 @@ fn ring_that_breaks_is_told_of_once() {
     let Some(mut rig) = Rig::new() else { return };
     let (mut session, guest) = rig.session();
     let (mut ours, theirs) = UnixStream::pair().unwrap();
+    session.handle(Message::SetProtocolFeatures(TOLD_OF_CHANGES), vec![]).unwrap();
     session.handle(Message::SetBackendReqFd, vec![theirs.into()]).unwrap();
     break_ring(&guest);
     kick(&mut session, 0);

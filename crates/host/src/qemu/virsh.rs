@@ -9,6 +9,7 @@
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -85,6 +86,8 @@ pub(super) fn ask(
         .stdin(Stdio::null())
         .stdout(stdout)
         .stderr(stderr)
+        // A terminal's signal is for this process, which may have settings to put back through it.
+        .process_group(0)
         .spawn();
     let mut child = Killed(child.map_err(Fault::Connect)?);
     let answer = output.rest(deadline)?;
@@ -92,11 +95,7 @@ pub(super) fn ask(
     if child.succeeds(|| output.left(deadline))? {
         return Ok(answer);
     }
-    match output.left(deadline) {
-        // The terminal's signal ended virsh too.
-        Err(Fault::Interrupted) => Err(Fault::Interrupted),
-        _ => Err(failure(excerpt(&complaint))),
-    }
+    Err(failure(excerpt(&complaint)))
 }
 
 /// What virsh complains of: mostly what the agent said.

@@ -246,6 +246,20 @@ fn device_that_is_measured_is_neither_set_nor_put_back() {
     assert_eq!(bed.snapshot(), before);
 }
 
+/// Whoever hangs with the lock, as a write to a device does that answers no more, keeps nobody from other devices.
+#[test]
+fn plan_is_applied_and_put_back_beside_a_measurement_that_hangs() {
+    let bed = Bed::new(true, "none");
+    let before = bed.snapshot();
+    let directory = crate::journal::StateDirectory(bed.state.path().to_owned());
+    let _hangs = directory.lock_within("devices.lock", std::time::Duration::ZERO, None).unwrap();
+    let (observed, changes) = bed.changes_to(&wanted());
+    bed.host.apply(&bed.topology, &observed, &changes, ApplyOptions::default()).unwrap();
+    assert_eq!(bed.drift(&wanted()), 0);
+    bed.host.rollback().unwrap();
+    assert_eq!(bed.snapshot(), before);
+}
+
 #[test]
 fn calibration_does_not_begin_while_a_plan_is_applied() {
     let bed = Bed::new(true, "none");

@@ -218,6 +218,9 @@ pub const fn region(guest: u64) -> RegionSpec {
 /// Features without which nothing goes.
 pub const BASIC: u64 = features::VERSION_1 | features::PROTOCOL_FEATURES;
 
+/// Protocol features of a front end that is told of changes of the configuration.
+pub const TOLD_OF_CHANGES: u64 = features::PROTOCOL_BACKEND_REQ | features::PROTOCOL_CONFIG;
+
 /// A front end and its session, with nothing between them.
 pub struct Front {
     /// What serves its rings.

@@ -427,9 +427,16 @@ fn channel_is_a_socket_and_lives_as_long_as_the_session() {
     assert_eq!(device.link().notify(), Ok(false));
     let error = front.with_fd(Message::SetBackendReqFd, eventfd()).err();
     assert_eq!(error, Some(Refused::NotASocket));
-    let (_ours, theirs) = UnixStream::pair().unwrap();
-    front.with_fd(Message::SetBackendReqFd, theirs.into()).unwrap();
-    assert_eq!(device.link().notify(), Ok(true));
+    // It is told nothing if it reads no configuration.
+    for (protocol, is_told) in [
+        (features::PROTOCOL_BACKEND_REQ, false),
+        (features::PROTOCOL_BACKEND_REQ | features::PROTOCOL_CONFIG, true),
+    ] {
+        front.send(Message::SetProtocolFeatures(protocol)).unwrap();
+        let (_ours, theirs) = UnixStream::pair().unwrap();
+        front.with_fd(Message::SetBackendReqFd, theirs.into()).unwrap();
+        assert_eq!(device.link().notify(), Ok(is_told));
+    }
     drop(front);
     assert_eq!(device.link().notify(), Ok(false));
 }

@@ -19,7 +19,7 @@ use rtvirtio_calibrate::testbed::DeviceUnderTest as _;
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
 use rtvirtio_cli::progress::human;
 use rtvirtio_host::doctor::{Status, probe};
-use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::Cell;
 use rtvirtio_spec::specification::to_toml;
@@ -306,7 +306,7 @@ impl DataPlaneStage<'_> {
                             uncapped";
                 Ok((cells, format!("{DATA_PLANE}: {what}{cost}")))
             }
-            Err(error) if error.is::<InterruptedError>() => Err(error),
+            Err(error) if rtvirtio_cli::is_of_user(&error) => Err(error),
             Err(error) => {
                 eprintln!("warning: {DATA_PLANE}: {error:#}");
                 Ok((cells, format!("{DATA_PLANE}: failed, and is not in the tables: {error:#}")))

@@ -1,7 +1,7 @@
 //! Options of the verbs that may run their load in guests.
 
 use anyhow::{Context, Result};
-use rtvirtio_host::interrupt::{Interrupted, InterruptedError};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_testbed::guests::{Accelerator, GuestImage, ImageArgs};
 
 /// What a benchmark's VMs are.
@@ -56,7 +56,7 @@ fn find_if(
         return Ok(None);
     }
     match (kind, image.find(interrupted)) {
-        (VmKind::Auto, Err(error)) if !error.is::<InterruptedError>() => {
+        (VmKind::Auto, Err(error)) if !rtvirtio_cli::is_of_user(&error) => {
             eprintln!("{others}: {error:#}");
             Ok(None)
         }

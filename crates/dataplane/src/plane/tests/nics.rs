@@ -129,6 +129,7 @@ fn front_end_of_a_nic_and_rings_that_its_driver_breaks_are_told_of() {
         let guest = give_ring(&mut session, 1);
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         ours.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        session.handle(Message::SetProtocolFeatures(TOLD_OF_CHANGES), vec![]).unwrap();
         session.handle(Message::SetBackendReqFd, vec![theirs.into()]).unwrap();
         break_ring(&guest);
         kick(&mut session, 1);

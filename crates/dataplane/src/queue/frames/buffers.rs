@@ -266,7 +266,7 @@ impl Buffers {
 ///
 /// It is there nearly always: headers of complete frames are alike, and a driver that sends from the buffers that it received in
 /// leaves the header as it is. Then both CPUs keep the cache line. A store would have to take it from the driver's CPU, for which
-/// all later stores wait; PREFETCHW does not help, since it leaves a line that both CPUs have read as it is (AMD Zen 4).
+/// all later stores wait. PREFETCHW does not help: it has no effect on a line that both CPUs hold as shared (AMD Zen 4).
 #[inline]
 pub(super) fn write_header<'a>(header: &Header, pieces: impl IntoIterator<Item = &'a Segment>) {
     let mut rest = &header.0[..];

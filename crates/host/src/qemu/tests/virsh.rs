@@ -67,6 +67,16 @@ fn agent_is_asked_through_libvirt() {
     assert_eq!(arguments[8], r#"{"execute":"guest-exec-status","arguments":{"pid":1}}"#);
 }
 
+/// A terminal's signal goes to all of a process group: what puts settings back through libvirt is to go on.
+#[test]
+fn virsh_has_a_process_group_of_its_own() {
+    let played = Played::new(
+        r#"[ "$(cut -d' ' -f5 /proc/$$/stat)" = $$ ] && echo '{"return":{"exited":false}}'"#,
+    );
+    let mut agent = Agent::through(played.virsh("plc"));
+    assert_eq!(agent.exec_status(1, SHORT * 10).unwrap(), ExecStatus::Running);
+}
+
 #[test]
 fn domain_name_is_never_an_option() {
     let played = Played::new("echo '{}'");
