@@ -10,6 +10,7 @@
 //! A class that has requests under way nearly all the time can hardly ask for less than it could, so it
 //! is given way to without an experiment, for as long as its rate then comes about.
 
+use crate::depth::MAX_FALL;
 use crate::experiment::{Epoch, Findings, Pairs};
 
 /// A rate comes about if no more than this part of it is not asked for.
@@ -24,6 +25,11 @@ const MAX_DOUBLINGS: u32 = 6;
 const BUSY: f64 = 0.75;
 /// A class that asks for this part of its rate, on average over some epochs, has come to it.
 const COMES_ABOUT: f64 = 0.975;
+/// Background gives way by so many times the part of the rate that is short.
+const FALL: f64 = 2.0;
+/// A class that was short of its rate and came to it again so often, as background gave way, goes on being found to
+/// answer.
+const RECOVERIES: u32 = 2;
 /// A busy class that background gives way to has to come to its rate within this time, ns; else it is tried.
 const PATIENCE_NS: u64 = 3_000_000_000;
 
@@ -75,6 +81,10 @@ pub(crate) struct Demand {
     doublings: u32,
     /// How often in a row the class was found to answer; a finding that is beyond doubt counts twice.
     answers: u32,
+    /// The class was short of its rate when it was last looked at.
+    was_short: bool,
+    /// How often it has come to its rate again since it was found to answer.
+    recoveries: u32,
     /// When the rate last came about.
     satisfied: u64,
     /// When background fills the device again at the latest, after it last gave way to this class.
@@ -100,8 +110,8 @@ pub(crate) enum Wants {
     Any,
     /// No more than there is now, until the class has made up for what it missed.
     NoMore,
-    /// Less than there is now.
-    Less,
+    /// Less than there is now, by so many thousandths.
+    Less(u32),
 }
 
 /// What follows from an epoch for a class.
@@ -204,8 +214,11 @@ impl Demand {
             self.satisfied = epoch.end;
         }
         let mut look = self.look(epoch, is_short, busy);
-        if look.wants == Wants::Less && asked >= goal * (1.0 - TOLERANCE) {
-            look.wants = Wants::NoMore;
+        if let Wants::Less(_) = look.wants {
+            // A single epoch may be low by chance, and the average still is while the rate already comes about.
+            let short = goal * (1.0 - TOLERANCE) - asked.max(self.recent);
+            let fall = (short * FALL * 1000.0).clamp(0.0, f64::from(MAX_FALL)) as u32;
+            look.wants = if short > 0.0 { Wants::Less(fall) } else { Wants::NoMore };
         }
         look
     }
@@ -221,7 +234,7 @@ impl Demand {
                 let is_busy = busy > BUSY;
                 let is_series = epoch.half.is_some() && epoch.may_try;
                 if is_busy && !is_series && (is_patient || !epoch.may_try && !was_tried) {
-                    look.wants = Wants::Less;
+                    look.wants = Wants::Less(MAX_FALL);
                 } else if is_patient && gives_way && !is_series {
                     // It has just been given way to.
                     look.wants = Wants::NoMore;
@@ -235,10 +248,15 @@ impl Demand {
             }
             Finding::Answers { most, until } => {
                 if is_short {
-                    look.wants = Wants::Less;
-                } else if self.answers > 1 {
-                    *until = now.saturating_add(KEEP_NS);
+                    look.wants = Wants::Less(MAX_FALL);
+                } else {
+                    // That it comes to its rate each time that background gives way is an answer, too.
+                    self.recoveries += u32::from(self.was_short);
+                    if self.answers > 1 || self.recoveries >= RECOVERIES {
+                        *until = (*until).max(now.saturating_add(KEEP_NS));
+                    }
                 }
+                self.was_short = is_short;
                 // What the class asks for changes. In the experiment it may have asked for more than it does
                 // in the long run, to make up for the epochs with background.
                 if now.saturating_sub(self.satisfied) > PATIENCE_NS {
@@ -252,7 +270,7 @@ impl Demand {
             }
             Finding::None | Finding::Tried(_) | Finding::Content { .. } => {}
         }
-        if look.wants == Wants::Less {
+        if let Wants::Less(_) = look.wants {
             self.recovers = now.saturating_add(epoch.recovery);
         }
         look
@@ -264,7 +282,7 @@ impl Demand {
         let &Findings { answers, is_clear, withheld, as_is, error, deviation } = findings;
         self.missing = 0.0;
         self.finding = if answers {
-            self.satisfied = now;
+            (self.satisfied, self.was_short, self.recoveries) = (now, false, 0);
             self.answers += 1 + u32::from(is_clear);
             Finding::Answers { most: (withheld + 2.0 * error).min(1.0), until }
         } else if as_is >= COMES_ABOUT {

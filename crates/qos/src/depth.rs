@@ -4,10 +4,15 @@
 //! A device serves what it was given in an order of its own, so what must not be waited for is kept
 //! back. How much that is follows from what is seen, not from a model: at the end of each
 //! [epoch](crate::experiment::EPOCH_NS), the bound falls by a quarter if more than one promised response in [`TOO_MANY`]
-//! was late or a promised rate did not come about, and rises by one if neither is near while something
+//! was late, or by as much as a promised rate is short, and rises if neither is near while something
 //! was held back (the rule of the kernel's blk-iolatency: the victim's latency decides, the others'
 //! depth is the means). Where one at a time is too many, for what is promised needs nearly all of the
-//! device, the time between two doubles instead, and halves again.
+//! device, the time between two grows instead, and halves again.
+//!
+//! A closed loop that has little more than its rate where it is alone makes up for what it missed slowly, so a bound
+//! that swings about the right one costs it its rate. So the bound is a fraction, of which epochs have the next whole
+//! number in turn, and it rises by a part of its distance from where promises were last missed: fast far from there, and
+//! slowly near it (as TCP's window does; Ha et al., CUBIC, 2008).
 
 use crate::demand::Wants;
 use crate::experiment::EPOCH_NS;
@@ -20,13 +25,29 @@ const FEW: u32 = 50;
 /// The longest time between two background requests, and how long one waits at most: who was
 /// promised more than there is may not starve the others.
 pub(crate) const MAX_BACKGROUND_WAIT_NS: u64 = 50_000_000;
-/// The shortest time between two.
+/// What the time between two grows by at first, where the bound would fall by a quarter.
 const GAP_NS: u64 = 1_000_000;
+
+/// The part of the bound that it falls by at most, as thousandths.
+pub(crate) const MAX_FALL: u32 = 250;
+/// The part of its distance from where promises were last missed that the bound rises by.
+const RISE: f64 = 0.25;
+/// What it rises by at least.
+const MIN_RISE: f64 = 1.0 / 16.0;
 
 /// The bound and what it follows.
 #[derive(Debug)]
 pub(crate) struct Depth {
+    /// The bound over some epochs, at least 1.
+    level: f64,
+    /// What the whole bounds of epochs have been below it in all.
+    owed: f64,
+    /// The bound in this epoch.
     bound: u32,
+    /// Where the level was when promises were first missed, the last time that they were.
+    missed_at: f64,
+    /// They are being missed.
+    is_falling: bool,
     /// Time from the start of a background request to that of the next, if even one at a time is
     /// too many; else 0.
     gap: u64,
@@ -38,13 +59,26 @@ pub(crate) struct Depth {
 
 impl Depth {
     /// At least 1 and at most `most`, with which it begins.
-    pub(crate) const fn new(most: u32) -> Self {
-        Self { bound: most, gap: 0, most, kept: 0, late: 0, held_back: false }
+    pub(crate) fn new(most: u32) -> Self {
+        Self {
+            level: f64::from(most),
+            owed: 0.0,
+            bound: most,
+            missed_at: f64::from(most),
+            is_falling: false,
+            gap: 0,
+            most,
+            kept: 0,
+            late: 0,
+            held_back: false,
+        }
     }
 
     /// Another highest bound; what was not held below the old one is not below the new one.
     pub(crate) fn set_max(&mut self, most: u32) {
-        self.bound = if self.bound == self.most { most } else { self.bound.min(most) };
+        let is_free = self.bound == self.most;
+        self.level = if is_free { f64::from(most) } else { self.level.min(f64::from(most)) };
+        self.bound = if is_free { most } else { self.bound.min(most) };
         self.most = most;
     }
 
@@ -70,7 +104,8 @@ impl Depth {
         }
     }
 
-    /// How long the bound takes at most from its lowest to its highest, if nothing is against it, ns.
+    /// How long background is taken to give way after it last had to, ns: about as long as the bound takes from its
+    /// lowest to its highest, if nothing is against it.
     pub(crate) fn recovery(&self) -> u64 {
         let gaps = (MAX_BACKGROUND_WAIT_NS / GAP_NS).ilog2() + 1;
         u64::from(self.most + gaps) * EPOCH_NS
@@ -80,20 +115,45 @@ impl Depth {
     /// withheld in says nothing of the bound.
     pub(crate) fn end_epoch(&mut self, wants: Wants, is_withheld: bool) {
         let all = self.kept + self.late;
-        if is_withheld {
-            // The bound stays.
-        } else if wants == Wants::Less || self.late * TOO_MANY > all {
-            if self.bound == 1 {
-                self.gap = (self.gap * 2).clamp(GAP_NS, MAX_BACKGROUND_WAIT_NS);
-            }
-            self.bound = (self.bound - (self.bound / 4).max(1)).max(1);
-        } else if wants == Wants::Any && self.held_back && self.late * FEW <= all {
-            if self.gap == 0 {
-                self.bound = (self.bound + 1).min(self.most);
-            }
-            self.gap = if self.gap > GAP_NS { self.gap / 2 } else { 0 };
+        let is_late = self.late * TOO_MANY > all;
+        let fall = match wants {
+            _ if is_withheld => None,
+            _ if is_late => Some(MAX_FALL),
+            Wants::Less(fall) => Some(fall.min(MAX_FALL)),
+            Wants::Any | Wants::NoMore => None,
+        };
+        if let Some(fall) = fall {
+            self.fall(fall, if is_late { 1.0 } else { 0.0 });
+        } else if !is_withheld && wants == Wants::Any && self.held_back && self.late * FEW <= all {
+            self.rise();
         }
-        *self = Self { bound: self.bound, gap: self.gap, ..Self::new(self.most) };
+        self.owed += self.level.fract();
+        self.bound = self.level as u32 + u32::from(self.owed >= 1.0);
+        self.owed = self.owed.fract();
+        (self.kept, self.late, self.held_back) = (0, 0, false);
+    }
+
+    /// The bound falls by so many thousandths, and `least` at least; where it is 1, the time between two grows.
+    fn fall(&mut self, thousandths: u32, least: f64) {
+        if !std::mem::replace(&mut self.is_falling, true) {
+            self.missed_at = self.level;
+        }
+        if self.level <= 1.0 {
+            let part = u64::from(thousandths);
+            let more = (self.gap + GAP_NS) * part / u64::from(MAX_FALL);
+            self.gap = self.gap.saturating_add(more).min(MAX_BACKGROUND_WAIT_NS);
+        }
+        let fall = self.level * f64::from(thousandths) / 1000.0;
+        self.level = (self.level - fall.max(least)).max(1.0);
+    }
+
+    fn rise(&mut self) {
+        self.is_falling = false;
+        if self.gap == 0 {
+            let rise = ((self.level - self.missed_at).abs() * RISE).clamp(MIN_RISE, 1.0);
+            self.level = (self.level + rise).min(f64::from(self.most));
+        }
+        self.gap = if self.gap > GAP_NS { self.gap / 2 } else { 0 };
     }
 }
 
@@ -115,16 +175,50 @@ mod tests {
         let mut depth = Depth::new(16);
         assert_eq!(epochs(&mut depth, 11, 100, 1), 12);
         assert_eq!(epochs(&mut depth, 5, 100, 1), 12);
-        assert_eq!(epochs(&mut depth, 100, 100, 8), 1);
+        assert_eq!(epochs(&mut depth, 100, 100, 7), 1);
         assert_eq!(epochs(&mut depth, 0, 100, 3), 4);
         assert_eq!(epochs(&mut depth, 0, 0, 100), 16);
-        depth.end_epoch(Wants::Less, false);
-        assert_eq!(epochs(&mut depth, 0, 100, 1), 13);
+        depth.end_epoch(Wants::Less(MAX_FALL), false);
+        assert_eq!(depth.bound(), 12);
         depth.hold_back();
         depth.end_epoch(Wants::NoMore, false);
-        assert_eq!(depth.bound(), 13);
-        depth.end_epoch(Wants::Less, true);
-        assert_eq!(depth.bound(), 13);
+        assert_eq!(depth.bound(), 12);
+        depth.end_epoch(Wants::Less(MAX_FALL), true);
+        assert_eq!(depth.bound(), 12);
+    }
+
+    #[test]
+    fn bound_falls_by_as_much_as_a_rate_is_short_and_epochs_have_its_fraction_in_turn() {
+        let mut depth = Depth::new(8);
+        depth.end_epoch(Wants::Less(50), false);
+        let mut bounds = vec![depth.bound()];
+        for _ in 1..10 {
+            depth.end_epoch(Wants::NoMore, false);
+            bounds.push(depth.bound());
+        }
+        assert!(bounds.iter().all(|bound| [7, 8].contains(bound)), "{bounds:?}");
+        let sum: u32 = bounds.iter().sum();
+        assert!((75..=76).contains(&sum), "{bounds:?}");
+    }
+
+    #[test]
+    fn bound_rises_slowly_where_promises_were_last_missed_and_fast_elsewhere() {
+        let mut depth = Depth::new(32);
+        assert_eq!(epochs(&mut depth, 1, 1, 4), 10);
+        // It had 32, and missed from there on.
+        assert_eq!(epochs(&mut depth, 0, 1, 4), 14);
+        epochs(&mut depth, 1, 1, 1);
+        let mut took = |to: f64| {
+            (1..)
+                .find(|_| {
+                    epochs(&mut depth, 0, 1, 1);
+                    depth.level >= to
+                })
+                .unwrap()
+        };
+        let [near, past, far] = [14.0, 15.0, 31.0].map(&mut took);
+        assert!(near >= 6 && past >= 8, "{near} {past}");
+        assert!(far <= 30, "{far}");
     }
 
     #[test]
@@ -133,12 +227,16 @@ mod tests {
         epochs(&mut depth, 1, 1, 1);
         assert_eq!((depth.bound(), depth.gap()), (1, 0));
         epochs(&mut depth, 1, 1, 3);
-        assert_eq!((depth.bound(), depth.gap()), (1, 4 * GAP_NS));
+        assert_eq!((depth.bound(), depth.gap()), (1, 7 * GAP_NS));
         epochs(&mut depth, 1, 1, 10);
         assert_eq!(depth.gap(), MAX_BACKGROUND_WAIT_NS);
         epochs(&mut depth, 0, 1, 7);
         assert_eq!((depth.bound(), depth.gap()), (1, 0));
-        assert_eq!(epochs(&mut depth, 0, 1, 1), 2);
+        assert_eq!(epochs(&mut depth, 0, 1, 5), 2);
+        // A rate that is little short needs little.
+        epochs(&mut depth, 1, 1, 1);
+        depth.end_epoch(Wants::Less(MAX_FALL / 5), false);
+        assert_eq!((depth.bound(), depth.gap()), (1, GAP_NS / 5));
     }
 
     #[test]

@@ -64,6 +64,23 @@ fn closed_loops_have_their_rate_whatever_time_guests_take_between_two_requests()
     assert!(kept >= 24, "{cases:.3?}");
 }
 
+/// Guests whose rates are nearly all that they have alone catch up slowly with what they missed, so that what background
+/// has should neither swing nor be looked for again and again.
+#[test]
+fn guests_with_little_to_spare_have_their_rate_and_background_most_of_what_it_could() {
+    for (vms, floor) in [(1, 0.65), (4, 0.4)] {
+        let between = Between::Exponential(Nanos::from_micros(310));
+        let load = Load::Thinking { between, bytes: 4096 };
+        let rate = alone(vms, load) * 0.97;
+        let promised = promise(20_000, rate, 6).unwrap();
+        let (had, writer) = beside_writer(vms, load, promised, [8, 68]);
+        let least = had.iter().fold(f64::MAX, |least, had| least.min(had / rate));
+        let needed = super::load(reference(), rate, 4096) * vms as f64;
+        let left = writer / (f64::from(reference().channels) - needed);
+        assert!(least >= 0.97 && left >= floor, "{vms} VMs: {least:.3} of the rate, {left:.2}");
+    }
+}
+
 /// From the beginning on, with all that is tried in it.
 #[test]
 fn classes_that_ask_for_less_than_their_rate_cost_the_writer_little() {
