@@ -134,6 +134,9 @@ pub struct OtherModel {
     device: Box<DeviceIdentity>,
 }
 
+/// No time in a profile is longer.
+const LONGEST: Nanos = Nanos::from_millis(3_600_000);
+
 impl Profile {
     /// The same without what tells its device from others of the model, to be given away.
     #[must_use]
@@ -173,7 +176,7 @@ impl Profile {
         }
         let positive = |x: f64| x.is_finite() && x > 0.0;
         let factor = |x: &f64| (0.001..=1000.0).contains(x);
-        let time = |t: Nanos| t > Nanos::ZERO && t <= Nanos::from_millis(3_600_000);
+        let time = |t: Nanos| t > Nanos::ZERO && t <= LONGEST;
         let response =
             |r: &Response| [r.mean, r.p50, r.p99, r.p999].into_iter().all(time) && r.p99 <= r.p999;
         let s = &self.structural;
@@ -212,6 +215,9 @@ impl Profile {
             ("paper.throughput", self.paper.throughput.get() > 0),
             ("residuals.structural", residuals.structural.values().all(scores)),
             ("residuals.structural_vms", residuals.structural_vms.values().all(scores)),
+            ("residuals.as_measured", residuals.as_measured.values().all(scores)),
+            ("residuals.as_measured_vms", residuals.as_measured_vms.values().all(scores)),
+            ("residuals.lateness", residuals.lateness.values().all(|t| *t <= LONGEST)),
             ("residuals.paper", residuals.paper.values().all(scores)),
         ];
         match checks.into_iter().find(|(_, holds)| !holds) {
@@ -397,7 +403,8 @@ pub struct PaperFit {
     pub throughput: BytesPerSecond,
 }
 
-/// Logarithms of measured over predicted tails, sorted, of the calibration's task-runs.
+/// Logarithms of measured over predicted tails, sorted, of the calibration's task-runs. The measured ones have the
+/// machine's own lateness in their probe on top, where nothing else is said.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Residuals {
@@ -406,6 +413,15 @@ pub struct Residuals {
     /// Of the structural model, the largest of each VM's tasks in a probe.
     #[serde(default)]
     pub structural_vms: BTreeMap<Regime, Vec<f64>>,
+    /// Of the structural model, tails as they were measured. None in profiles that were made before these were kept.
+    #[serde(default)]
+    pub as_measured: BTreeMap<Regime, Vec<f64>>,
+    /// The same, the largest of each VM's tasks in a probe.
+    #[serde(default)]
+    pub as_measured_vms: BTreeMap<Regime, Vec<f64>>,
+    /// The longest lateness of the machine in a probe of the regime ([`Probe::canary`]).
+    #[serde(default)]
+    pub lateness: BTreeMap<Regime, Nanos>,
     /// Of the paper's model.
     pub paper: BTreeMap<Regime, Vec<f64>>,
 }

@@ -15,7 +15,7 @@ use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::{IoCost, Limits, Scheduler, VmSettings};
 use rtvirtio_units::{Bytes, Nanos, Percentile};
 
-use super::{ProbeRun, TOGETHER, Writer};
+use super::{ProbeRun, ProbeTask, TOGETHER, Writer};
 
 /// The percentile that a probe of `n` samples shows: the highest with 5 beyond it, which keeps the
 /// luck of one sample out of it, else p99 with 2 (a flooded task issues no more).
@@ -43,12 +43,12 @@ pub(super) fn fit(
         if !is_known(run, &structural, &capacity) {
             continue;
         }
-        let mut of_vms: BTreeMap<(Regime, usize), Vec<f64>> = BTreeMap::new();
+        let mut of_vms: BTreeMap<(Regime, usize), [Vec<f64>; 2]> = BTreeMap::new();
         for observation in observations(std::slice::from_ref(run)) {
             let (regime, predicted) = observation.predicted(&structural, &capacity);
-            let score = ln_ratio(observation.disturbed_tail(), predicted);
-            residuals.structural.entry(regime).or_default().push(score);
-            of_vms.entry((regime, observation.vm)).or_default().push(score);
+            let scores = add_scores(&mut residuals, &observation, regime, predicted);
+            let of_vm = of_vms.entry((regime, observation.vm)).or_default();
+            of_vm.iter_mut().zip(scores).for_each(|(of_vm, score)| of_vm.push(score));
             if idles(run) {
                 let reading = Reading::Corrected;
                 let of_paper = paper::host_part(&paper, &load(run), observation.vm, reading);
@@ -56,14 +56,28 @@ pub(super) fn fit(
                 residuals.paper.entry(regime).or_default().push(score);
             }
         }
-        for ((regime, _), scores) in of_vms {
-            if let Some(score) = vm_score(&scores) {
-                residuals.structural_vms.entry(regime).or_default().push(score);
+        for observation in of_all_vms(run) {
+            let (regime, predicted) = observation.predicted(&structural, &capacity);
+            add_scores(&mut residuals, &observation, regime, predicted);
+        }
+        for ((regime, _), [disturbed, as_measured]) in of_vms {
+            if let (Some(disturbed), Some(as_measured)) =
+                (vm_score(&disturbed), vm_score(&as_measured))
+            {
+                residuals.structural_vms.entry(regime).or_default().push(disturbed);
+                residuals.as_measured_vms.entry(regime).or_default().push(as_measured);
             }
         }
     }
-    let Residuals { structural: of_tasks, structural_vms, paper: of_paper } = &mut residuals;
-    for by_regime in [of_tasks, structural_vms, of_paper] {
+    let Residuals {
+        structural: of_tasks,
+        structural_vms,
+        as_measured,
+        as_measured_vms,
+        lateness: _,
+        paper: of_paper,
+    } = &mut residuals;
+    for by_regime in [of_tasks, structural_vms, as_measured, as_measured_vms, of_paper] {
         by_regime.values_mut().for_each(|scores| scores.sort_by(f64::total_cmp));
     }
     let probes = runs.iter().map(summary).collect();
@@ -83,6 +97,23 @@ pub(super) fn fit(
         measured_on: None,
         learned: None,
     }
+}
+
+/// Adds the scores of an observation to those of its regime, and its probe's lateness: of the tail with the lateness
+/// on top, which may as well have met a request of it, and of the tail as it was measured.
+fn add_scores(
+    residuals: &mut Residuals,
+    observation: &Observation<'_>,
+    regime: Regime,
+    predicted: Nanos,
+) -> [f64; 2] {
+    let [disturbed, as_measured] =
+        [observation.disturbed_tail(), observation.tail].map(|tail| ln_ratio(tail, predicted));
+    residuals.structural.entry(regime).or_default().push(disturbed);
+    residuals.as_measured.entry(regime).or_default().push(as_measured);
+    let lateness = residuals.lateness.entry(regime).or_default();
+    *lateness = observation.run.canary.max(*lateness);
+    [disturbed, as_measured]
 }
 
 /// The scores that `runs` give a regime, of tasks and of whole VMs, for their number: they are of
@@ -238,6 +269,24 @@ fn observations(runs: &[ProbeRun]) -> Vec<Observation<'_>> {
         })
     };
     runs.iter().flat_map(of_run).collect()
+}
+
+/// Tasks of one rate in all VMs of a probe together, where that shows a higher percentile than each of them does: a
+/// probe is too short for p99.9 of a task of 500 requests a second, and plans promise it.
+fn of_all_vms(run: &ProbeRun) -> Vec<Observation<'_>> {
+    let mut by_rate: BTreeMap<u64, (&ProbeTask, Histogram)> = BTreeMap::new();
+    for task in &run.tasks {
+        let (_, all) =
+            by_rate.entry(task.iops.to_bits()).or_insert_with(|| (task, Histogram::new()));
+        all.merge(&task.histogram);
+    }
+    let higher = |(task, all): &(&ProbeTask, Histogram)| {
+        let percentile = observed_percentile(all.count())?;
+        (observed_percentile(task.histogram.count())? < percentile).then_some(())?;
+        let (tail, vm) = (all.quantile(percentile)?.value, task.vm as usize);
+        Some(Observation { run, vm, stream: stream(task.iops), percentile, tail })
+    };
+    by_rate.values().filter_map(higher).collect()
 }
 
 /// A task as all probes have it: 4 KiB, 70 % reads, depth 1.

@@ -471,3 +471,39 @@ fn iocost_that_starves_fewer_vms_is_not_to_be_chosen_beside_more() {
     };
     assert_eq!([beside(2), beside(3), beside(4)], [1, 0, 1]);
 }
+
+/// M has some 2,750 requests in a probe, of which p99.9 would be two or three; those of four VMs show it.
+#[test]
+fn percentile_that_no_task_shows_alone_is_scored_by_those_of_all_vms() {
+    let mut runs = all(Depth::Full, 1.0, usize::MAX);
+    let bursting = |run: &ProbeRun| matches!(run.setting.2, Writer::Capped(_));
+    let scores =
+        |runs: &[ProbeRun]| profile_of(runs).residuals.structural[&Regime::Bursting].clone();
+    let number = runs.iter().filter(|run| bursting(run)).count();
+    assert_eq!(scores(&runs).len(), number * (4 * TOGETHER + 1));
+    let before = *scores(&runs).last().unwrap();
+    // One in 500, of M alone.
+    for task in runs.iter_mut().filter(|run| bursting(run)).flat_map(|run| &mut run.tasks) {
+        if task.iops == 500.0 {
+            task.histogram.record(Nanos::from_millis(100), 5);
+        }
+    }
+    let after = *scores(&runs).last().unwrap();
+    assert!(after > before + 1.0, "{before} {after}");
+}
+
+#[test]
+fn lateness_of_a_regime_is_that_of_its_worst_probe_and_no_part_of_measured_scores() {
+    let mut runs = all(Depth::Full, 1.0, usize::MAX);
+    let before = profile_of(&runs).residuals;
+    let late = Nanos::from_millis(3);
+    let worst = runs.iter_mut().find(|run| matches!(run.setting.2, Writer::Capped(_))).unwrap();
+    worst.canary = late;
+    let after = profile_of(&runs).residuals;
+    assert_eq!(after.lateness[&Regime::Bursting], late);
+    assert_eq!(after.lateness[&Regime::Flowing], before.lateness[&Regime::Flowing]);
+    assert_eq!(after.as_measured, before.as_measured);
+    assert!(
+        after.structural[&Regime::Bursting].last() > before.structural[&Regime::Bursting].last()
+    );
+}

@@ -96,13 +96,38 @@ fn tail_grows_with_a_neighbours_cap() {
     assert!(tails.is_sorted(), "{tails:?}");
 }
 
-/// What is left of the device for a burst decides how many requests meet it, not how long the longest waits.
+/// 100 requests a second may come with each of the 10 bursts, so that one of ten waits for a whole one.
+#[test]
+fn stream_in_step_with_bursts_waits_for_whole_ones() {
+    let load = four(Scheduler::None, capped(30));
+    let of = |iops, p| tail_ms(&load, &task(iops), p);
+    // 3 MB at 371 MB/s.
+    let whole = of(1500.0, 99.9);
+    assert!((8.3..9.0).contains(&whole), "{whole}");
+    for (iops, p) in [(10.0, 50.0), (100.0, 90.1), (100.0, 99.0), (500.0, 99.0)] {
+        assert!((of(iops, p) - whole).abs() < 0.01, "{iops} {p}: {} of {whole}", of(iops, p));
+    }
+    // More bursts than the percentile looks at: it is no matter of luck.
+    assert!(of(100.0, 89.0) < 2.0, "{}", of(100.0, 89.0));
+    // Stalls of the device come at any time.
+    let mut fit = fit();
+    fit.stalls = Some(StallFit { per_second: 0.2, length: Nanos::from_millis(20) });
+    let capacity = capacity();
+    let model = Structural::new(&fit, &capacity);
+    let situation = model.situation(&four(Scheduler::None, None));
+    let percentile = Percentile::new(99.9).unwrap();
+    let stalled = model.estimate(&situation, &task(100.0), percentile).tail.as_millis_f64();
+    assert!(stalled < 18.0, "{stalled}");
+}
+
+/// What is left of the device for a burst decides how many requests of a deep stream meet it, not how long the longest
+/// waits.
 #[test]
 fn burst_lasts_longer_on_a_busy_device() {
     let tail = |vms: usize, p| {
         let mut load = four(Scheduler::None, capped(8));
         load.vms.drain(vms..4);
-        tail_ms(&load, &task(500.0), p)
+        tail_ms(&load, &Stream { depth: 16, ..task(2000.0) }, p)
     };
     let growth = |p| tail(4, p) / tail(1, p);
     assert!(growth(99.0) > 1.2 && growth(99.9) < 1.2, "{} {}", growth(99.0), growth(99.9));

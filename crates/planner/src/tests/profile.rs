@@ -63,8 +63,8 @@ pub(crate) fn profile() -> Profile {
         },
         residuals: Residuals {
             structural: scores(1.1_f64.ln()),
-            structural_vms: BTreeMap::new(),
             paper: scores(0.0),
+            ..Residuals::default()
         },
         probes: Vec::new(),
         source: ProfileSource::Alone,
