@@ -7,7 +7,7 @@
 
 use std::fs::File;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd};
+use std::os::fd::AsFd;
 use std::path::Path;
 
 use rustix::process::Resource;
@@ -35,14 +35,6 @@ impl Source {
         let file = File::from(rustix::io::fcntl_dupfd_cloexec(&file, number)?);
         let identity = identity(&file).ok_or(std::io::ErrorKind::NotFound)?;
         Ok(Self { file: ManuallyDrop::new(file), apart: Some(identity) })
-    }
-
-    /// The same, for a forked child, which has the parent's descriptors and must not use its values.
-    pub(crate) fn again(&self) -> Self {
-        // SAFETY: the number is read only, if it is still that file; and of a value and its copy, only the
-        // copy is dropped.
-        let file = unsafe { File::from_raw_fd(self.file.as_raw_fd()) };
-        Self { file: ManuallyDrop::new(file), apart: self.apart }
     }
 
     /// Reads from the start; `None`: it cannot be read, or is no longer there.
@@ -75,6 +67,8 @@ fn identity(file: &File) -> Option<(u64, u64)> {
 
 #[cfg(all(test, not(rtvirtio_loom)))]
 mod tests {
+    use std::os::fd::{AsRawFd, FromRawFd};
+
     use super::*;
 
     #[test]

@@ -25,7 +25,7 @@
 //! Nor is what the thread that asks computes between its waits, which a spinner that looks finds
 //! running now and then: else two threads on two idle CPUs would hold each other off.
 //!
-//! After fork(2) the child makes its own: its parent's may have been in use by threads that it lacks.
+//! After fork(2) the child begins anew ([`Tokens::renew`]): its parent's threads, some with tokens, are not there.
 
 mod idle;
 mod quota;
@@ -102,16 +102,21 @@ impl Tokens {
         Ok(Self::with(Machine::open(Path::new("/"), &allowed_cpus()?, true)?, true))
     }
 
-    /// For a forked child whose parent made `self` by [`Tokens::apart`].
-    ///
-    /// # Errors
-    /// As [`Tokens::new`].
-    pub fn renewed(&self) -> std::io::Result<Self> {
-        match self.machine.try_lock() {
-            Ok(machine) => Ok(Self::with(machine.again(), self.apart)),
-            // A thread of the parent was looking.
-            Err(_) => Self::apart(),
-        }
+    /// For the one thread of a forked child: the tokens begin anew, in the memory that it has from its parent. Nothing is
+    /// allocated: a signal handler may have forked in the middle of an allocation. `false`: a thread of the parent was
+    /// looking, so they cannot be used here.
+    #[must_use]
+    pub fn renew(&self) -> bool {
+        let Ok(mut machine) = self.machine.try_lock() else { return false };
+        machine.forget();
+        // Those who had tokens are not here.
+        self.spinners.0.store(0, Relaxed);
+        let seen = &self.seen.0;
+        seen.at.store(0, Relaxed);
+        seen.idle.store(0, Relaxed);
+        seen.by_spinner.store(false, Relaxed);
+        seen.every.store(MIN_EVERY, Relaxed);
+        true
     }
 
     /// Of these CPUs, and the cgroup's quota: for threads that are going to be pinned there.

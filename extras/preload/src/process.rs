@@ -114,8 +114,7 @@ extern "C" fn constructor() {
     if settings.stats.is_some() {
         statistics::start();
     }
-    let is_plain = settings.mode == Mode::Interrupt && settings.slots.is_none();
-    if is_plain || !calls::is_unfiltered() {
+    if !may_open(settings) {
         return;
     }
     let Ok(tokens) = Tokens::apart() else { return };
@@ -127,6 +126,13 @@ extern "C" fn constructor() {
     }
 }
 
+/// Whether there is a short path for this process at all.
+fn may_open(settings: &Settings) -> bool {
+    let is_plain = settings.mode == Mode::Interrupt && settings.slots.is_none();
+    // The constructors of the program's libraries run before this one, and may have announced a sandbox.
+    !is_plain && !SANDBOXED.load(Ordering::Relaxed) && calls::is_unfiltered()
+}
+
 extern "C" fn destructor() {
     if let Some(&Settings { mode, stats: Some(form), .. }) = SETTINGS.get() {
         statistics::say(mode, form);
@@ -136,11 +142,14 @@ extern "C" fn destructor() {
 /// In a forked child, whose only thread this is.
 unsafe extern "C" fn forked() {
     slots::forked();
-    if let Some(&Shared { settings, ref tokens }) = shared()
-        && !SANDBOXED.load(Ordering::Relaxed)
-        // The parent's are in use by threads that are not here.
-        && let Ok(tokens) = tokens.renewed()
-    {
+    let Some(&Shared { settings, ref tokens }) = shared() else { return };
+    if SANDBOXED.load(Ordering::Relaxed) {
+        return;
+    }
+    if tokens.renew() {
+        open_page();
+    } else if let Ok(tokens) = Tokens::apart() {
+        // The parent had other threads, so the C library's fork(3) has left the heap whole, and this may allocate.
         open(Shared { settings, tokens: Arc::new(tokens) });
     }
 }
@@ -148,6 +157,10 @@ unsafe extern "C" fn forked() {
 fn open(shared: Shared) {
     // Never freed: it stays until the process ends, a child's parent's included.
     SHARED.store(Box::into_raw(Box::new(shared)), Ordering::Release);
+    open_page();
+}
+
+fn open_page() {
     if let Some(page) = page() {
         page.open.store(true, Ordering::Release);
     }
@@ -184,7 +197,9 @@ fn costs(text: &str) -> Option<Costs> {
     let numbers: Vec<u64> = text.split(',').map(|n| n.parse().ok()).collect::<Option<_>>()?;
     let [pauses, look, wake, gap] = numbers[..] else { return None };
     let [look, wake, gap] = [look, wake, gap].map(Nanos::new);
-    Some(Costs { pauses: u32::try_from(pauses).ok()?, look, wake, gap })
+    // Without a pause between two looks at the clock a thread that spins would never look for its completion.
+    let pauses = u32::try_from(pauses).ok().filter(|&pauses| pauses > 0)?;
+    Some(Costs { pauses, look, wake, gap })
 }
 
 #[cfg(test)]
@@ -195,7 +210,8 @@ mod tests {
     fn costs_are_read_as_they_are_written_and_nothing_else_is() {
         let read = costs("5,225,20000,40000").unwrap();
         assert_eq!((read.pauses, read.look, read.gap), (5, Nanos::new(225), Nanos::new(40_000)));
-        for wrong in ["", "5,225,20000", "5,225,20000,x", "5,225,20000,1,2", "-1,2,3,4"] {
+        let wrong = ["", "5,225,20000", "5,225,20000,x", "5,225,20000,1,2", "-1,2,3,4", "0,2,3,4"];
+        for wrong in wrong {
             assert!(costs(wrong).is_none(), "{wrong}");
         }
     }
@@ -205,5 +221,8 @@ mod tests {
         assert!(armed().is_none() && counters().is_none());
         disarm();
         assert!(armed().is_none());
+        // Nor does a constructor that comes later open it.
+        let costs = costs("5,225,20000,40000").unwrap();
+        assert!(!may_open(&Settings { mode: Mode::Poll, costs, slots: None, stats: None }));
     }
 }

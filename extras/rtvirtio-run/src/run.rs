@@ -4,12 +4,14 @@
 //! without. What the library is to do goes with the environment, to the program's children too.
 
 use std::ffi::OsString;
-use std::io::{ErrorKind, Read as _};
+use std::io::{self, ErrorKind, Read as _};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::mpsc;
+use std::thread;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -93,7 +95,7 @@ impl Program for Args {
 fn run(args: &Args) -> Result<Outcome> {
     let binary = std::env::current_exe().context("find out where rtvirtio-run lies")?;
     let library = library(&binary)?;
-    let slots = args.slots.as_deref().map(slots).transpose()?;
+    let slots = args.slots.as_deref().map(|socket| slots(socket, ANSWER)).transpose()?;
     let Costs { pauses, look, wake, gap } = Costs::calibrate();
     let costs = format!("{pauses},{},{},{}", look.get(), wake.get(), gap.get());
 
@@ -116,21 +118,26 @@ fn run(args: &Args) -> Result<Outcome> {
     Ok(Outcome::Exit(code))
 }
 
-/// The path of a data plane's socket, which has slots now: programs that find none later go on without, and say
-/// nothing.
-fn slots(socket: &Path) -> Result<PathBuf> {
+/// The path of a data plane's socket, which has slots within `time`: programs that find none later go on without, and
+/// say nothing.
+fn slots(socket: &Path, time: Duration) -> Result<PathBuf> {
     let path = std::path::absolute(socket).context("--slots")?;
-    let mut stream = UnixStream::connect(&path).with_context(|| {
+    let (sender, answer) = mpsc::channel();
+    let asked = path.clone();
+    // By a thread, so that one deadline bounds all of it: connect(2) waits for room in the backlog, and a socket's
+    // timeout begins anew with each byte. A thread that still waits ends with this process.
+    let ask = move || drop(sender.send(offer(&asked)));
+    thread::Builder::new().name("slots".to_owned()).spawn(ask).context("--slots")?;
+    let Ok(offer) = answer.recv_timeout(time) else {
+        bail!("what listens at {} has not answered within {time:?}", socket.display())
+    };
+    let offer = offer.with_context(|| {
         format!(
             "no data plane answers at {}: start rtvirtio serve with slots = \"{}\" in the disk's [[device]]",
             socket.display(),
             path.display()
         )
     })?;
-    stream.set_read_timeout(Some(ANSWER)).context("--slots")?;
-    let mut offer = [0; Offer::BYTES];
-    // The slots that come with it are let go unseen.
-    let offer = stream.read_exact(&mut offer).ok().and_then(|()| Offer::from_bytes(&offer));
     ensure!(
         offer.is_some(),
         "{} has no slots for this program: it is no socket for slots, of another version, or it has as many \
@@ -138,6 +145,17 @@ fn slots(socket: &Path) -> Result<PathBuf> {
         socket.display()
     );
     Ok(path)
+}
+
+/// What the server at `path` offers; `None`: no slots.
+///
+/// # Errors
+/// There is no server.
+fn offer(path: &Path) -> io::Result<Option<Offer>> {
+    let mut stream = UnixStream::connect(path)?;
+    let mut offer = [0; Offer::BYTES];
+    // The slots that come with it are let go unseen.
+    Ok(stream.read_exact(&mut offer).ok().and_then(|()| Offer::from_bytes(&offer)))
 }
 
 /// The library of the binary at `binary`: where cargo has put both, beside it, or installed.
@@ -175,8 +193,29 @@ fn preload(library: &Path, others: Option<OsString>) -> OsString {
 #[cfg(test)]
 mod tests {
     use std::fs;
+    use std::io::Write as _;
+    use std::os::unix::net::UnixListener;
+    use std::time::Instant;
 
     use super::*;
+
+    #[test]
+    fn server_that_drips_keeps_the_deadline() {
+        let root = tempfile::tempdir().unwrap();
+        let socket = root.path().join("s");
+        let listener = UnixListener::bind(&socket).unwrap();
+        // It would take 48 s for an offer.
+        thread::spawn(move || {
+            let mut stream = listener.accept().unwrap().0;
+            while stream.write_all(b"r").is_ok() {
+                thread::sleep(Duration::from_secs(1));
+            }
+        });
+        let began = Instant::now();
+        let error = slots(&socket, Duration::from_millis(100)).unwrap_err().to_string();
+        assert!(error.ends_with("has not answered within 100ms"), "{error}");
+        assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+    }
 
     #[test]
     fn library_is_found_beside_the_binary_or_installed_and_else_the_remedy_is_said() {

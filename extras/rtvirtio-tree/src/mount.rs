@@ -15,6 +15,7 @@ use fuser::{
     ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, ReplyWrite, Request, TimeOrNow, WriteFlags,
 };
 use rtvirtio_host::dataplane::{ControlClient, ControlFault};
+use rtvirtio_units::DiskName;
 
 use super::change::{self, Change, Refusal};
 use super::files::{Node, Show};
@@ -33,7 +34,7 @@ const NO_VIEW: FileHandle = FileHandle(0);
 pub(super) struct Tree {
     client: ControlClient,
     views: Mutex<Views>,
-    /// Told when the move of a new device was refused.
+    /// Told when the move of a new device was refused, or new ones could not be looked for.
     refused: Condvar,
     /// Why the last write that failed did.
     error: Mutex<String>,
@@ -114,11 +115,26 @@ impl Tree {
         *lock(&self.error) = format!("{what}: {refusal}\n{hint}");
     }
 
+    /// A device has gone. Without this one that comes under its name before there is a view without it would be taken for it.
+    pub(super) fn gone(&self, device: &DiskName) {
+        lock(&self.views).device_gone(device);
+    }
+
     /// Moves devices that have come to where new ones go; `again`: those too whose move was refused. What may pass, as that a
     /// front end just connects, is left to [`Self::keep_adopting`].
     pub(super) fn adopt(&self, again: bool) {
-        let view = self.view(Duration::ZERO).ok();
-        let new = view.and_then(|view| lock(&self.views).take_new(&view, again));
+        let view = match self.view(Duration::ZERO) {
+            Ok(view) => view,
+            Err(fault) => {
+                // That a device has come is said once: who cannot see it now looks again.
+                if lock(&self.views).miss() {
+                    self.failed("worker/default", &Refusal::from(fault));
+                    self.refused.notify_one();
+                }
+                return;
+            }
+        };
+        let new = lock(&self.views).take_new(&view, again);
         let Some((devices, iothread)) = new else { return };
         for device in devices {
             let change = Change::MoveDevice(device.name.clone(), iothread.clone());
@@ -135,7 +151,7 @@ impl Tree {
         lock(&self.views).forget();
     }
 
-    /// Tries moves again that were refused, for ever.
+    /// Tries moves again that were refused, and looks again for devices that could not be looked for, for ever.
     pub(super) fn keep_adopting(&self) -> ! {
         loop {
             let views = lock(&self.views);
@@ -403,6 +419,8 @@ mod tests {
         /// Moves that it refuses yet, with this status.
         refusals: u32,
         status: u16,
+        /// Snapshots that it has no place for yet.
+        unseen: u32,
         /// Moves that it was asked for.
         asked: u32,
     }
@@ -429,6 +447,10 @@ mod tests {
                 }
                 // What was asked for is what it is.
                 true => (200, String::from_utf8(body).unwrap()),
+                false if self.unseen > 0 => {
+                    self.unseen -= 1;
+                    (503, r#"{"error":"too many clients"}"#.to_owned())
+                }
                 false => {
                     const ON: &[&str] = &["a"];
                     let devices: Vec<_> = self.devices.iter().map(|name| (*name, ON)).collect();
@@ -481,6 +503,31 @@ mod tests {
         // It was said once, and is moved once.
         tree.adopt(false);
         assert_eq!((lock(&plane).asked, &**lock(&tree.error)), (3, ""));
+    }
+
+    #[test]
+    fn device_that_cannot_be_seen_when_it_comes_is_moved_later() {
+        let (tree, plane, _directory) = tree();
+        come(&plane, 0, 0);
+        lock(&plane).unseen = 2;
+        tree.adopt(false);
+        let said = std::mem::take(&mut *lock(&tree.error));
+        assert_eq!(said, "worker/default: too many clients\n");
+        assert!(lock(&tree.views).has_refused());
+        (0..3).for_each(|_| tree.adopt(true));
+        // It was said once, and is moved once.
+        assert_eq!((lock(&plane).asked, &**lock(&tree.error)), (1, ""));
+        assert!(!lock(&tree.views).has_refused());
+    }
+
+    #[test]
+    fn device_that_was_replaced_between_two_views_is_moved() {
+        let (tree, plane, _directory) = tree();
+        tree.adopt(false);
+        assert_eq!(lock(&plane).asked, 0);
+        tree.gone(&DiskName::new("x").unwrap());
+        (0..2).for_each(|_| tree.adopt(false));
+        assert_eq!(lock(&plane).asked, 1);
     }
 
     #[test]

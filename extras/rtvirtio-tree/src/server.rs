@@ -89,6 +89,7 @@ fn follow(events: Events, tree: &Tree) -> String {
     for event in events {
         match event {
             Ok(Event::DeviceAdded { .. } | Event::EventsLost { .. }) => tree.adopt(false),
+            Ok(Event::DeviceRemoved { device }) => tree.gone(&device),
             Ok(_) => {}
             Err(fault) => return format!("the data plane has gone: {fault}"),
         }

@@ -200,6 +200,8 @@ struct NewDevices {
     from: u32,
     /// And those whose move was refused.
     refused: BTreeMap<DiskName, NewDevice>,
+    /// Whether there may be some that nobody has looked for: there was no view to be had.
+    missed: bool,
 }
 
 /// The latest views.
@@ -293,7 +295,19 @@ impl Views {
     pub(super) fn set_default(&mut self, default: Option<IoThreadName>) {
         let from = self.devices.next;
         let refused = BTreeMap::new();
-        self.default = default.map(|iothread| NewDevices { iothread, from, refused });
+        self.default =
+            default.map(|iothread| NewDevices { iothread, from, refused, missed: false });
+    }
+
+    /// A device has gone, whether or not there is a view without it: one that comes under its name is another one, with
+    /// a number of its own, and new.
+    pub(super) fn device_gone(&mut self, device: &DiskName) {
+        self.devices.of.remove(device);
+    }
+
+    /// New devices could not be looked for: they are to be later. Whether that is news.
+    pub(super) fn miss(&mut self) -> bool {
+        self.default.as_mut().is_some_and(|default| !std::mem::replace(&mut default.missed, true))
     }
 
     /// The devices of `view` that are new, each time other ones, and where they go; with `again`, those too that were put back. Where
@@ -304,6 +318,7 @@ impl Views {
         again: bool,
     ) -> Option<(Vec<NewDevice>, IoThreadName)> {
         let default = self.default.as_mut()?;
+        default.missed = false;
         // Who was put back and is not in the view has gone.
         let mut before = std::mem::take(&mut default.refused);
         let mut new = Vec::new();
@@ -344,9 +359,10 @@ impl Views {
         }
     }
 
-    /// Whether there is a device whose move is to be tried again.
+    /// Whether there is a device whose move is to be tried again, or may be one that was missed.
     pub(super) fn has_refused(&self) -> bool {
-        self.default.as_ref().is_some_and(|default| !default.refused.is_empty())
+        let default = self.default.as_ref();
+        default.is_some_and(|default| default.missed || !default.refused.is_empty())
     }
 }
 
@@ -526,6 +542,23 @@ pub(super) mod tests {
         assert_eq!(views.take_new(&later, false), Some((vec![device("v")], name("b"))));
         // It goes with its IOThread.
         assert_eq!(views.take(text(&["a"], &[])).default, None);
+    }
+
+    #[test]
+    fn device_that_was_replaced_between_two_views_is_another_one() {
+        let mut views = Views::new();
+        let with_x = || text(&["a", "b"], &[("x", &["a"]), ("y", &["a"])]);
+        views.take(with_x());
+        let to = IoThreadName::new("b").unwrap();
+        views.set_default(Some(to.clone()));
+        let x = DiskName::new("x").unwrap();
+        views.device_gone(&x);
+        let view = views.take(with_x());
+        let numbers: Vec<u32> = view.devices().map(|(number, _)| number).collect();
+        assert_eq!(numbers, [2, 1]);
+        let (new, iothread) = views.take_new(&view, false).unwrap();
+        assert_eq!(new.into_iter().map(|device| device.name).collect::<Vec<_>>(), [x]);
+        assert_eq!(iothread, to);
     }
 
     #[test]

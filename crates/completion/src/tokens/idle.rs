@@ -67,17 +67,12 @@ impl Machine {
         })
     }
 
-    /// The same, for a forked child, without what was seen before.
-    pub(super) fn again(&self) -> Self {
-        Self {
-            cpus: self.cpus.clone(),
-            load: self.load.as_ref().map(Source::again),
-            others: 0.0,
-            others_at: 0,
-            stat: self.stat.as_ref().map(Source::again),
-            buffer: vec![0; self.buffer.len()],
-            samples: Vec::with_capacity(KEPT),
-            quota: self.quota.as_ref().map(Quota::again),
+    /// Begins anew, in a forked child, which has the files too. Allocates nothing.
+    pub(super) fn forget(&mut self) {
+        (self.others, self.others_at) = (0.0, 0);
+        self.samples.clear();
+        if let Some(quota) = &mut self.quota {
+            quota.forget();
         }
     }
 

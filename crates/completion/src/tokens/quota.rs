@@ -76,22 +76,25 @@ impl Quota {
         cpus.is_finite().then_some(Self { cpus, usage, last: None, left: 0.0 })
     }
 
-    /// The same, for a forked child.
-    pub(super) fn again(&self) -> Self {
-        Self { cpus: self.cpus, usage: self.usage.again(), last: None, left: 0.0 }
+    /// Begins anew, in a forked child.
+    pub(super) fn forget(&mut self) {
+        (self.last, self.left) = (None, 0.0);
     }
 
     /// CPUs that the group may have and does not use, but for its spinners.
     pub(super) fn left(&mut self, now: u64, spun: u64) -> f64 {
-        if self.last.is_none_or(|(at, ..)| now.saturating_sub(at) >= EVERY_NS)
-            && let Some(used) = self.used()
-        {
-            if let Some((at, used_before, spun_before)) = self.last {
-                let used = used.saturating_sub(used_before);
-                let work = used.saturating_sub(spun.saturating_sub(spun_before));
-                self.left = self.cpus - work as f64 / (now - at) as f64;
-            }
-            self.last = Some((now, used, spun));
+        if self.last.is_none_or(|(at, ..)| now.saturating_sub(at) >= EVERY_NS) {
+            let used = self.used();
+            self.left = match (used, self.last) {
+                (Some(used), Some((at, used_before, spun_before))) => {
+                    let used = used.saturating_sub(used_before);
+                    let work = used.saturating_sub(spun.saturating_sub(spun_before));
+                    self.cpus - work as f64 / (now - at) as f64
+                }
+                // What was left before says nothing: the group may have been removed.
+                _ => 0.0,
+            };
+            self.last = used.map(|used| (now, used, spun));
         }
         self.left
     }

@@ -192,6 +192,46 @@ fn quota_of_the_cgroup_bounds_tokens() {
 }
 
 #[test]
+fn usage_that_cannot_be_read_any_more_leaves_no_token() {
+    let files = Files::new();
+    files.write("proc/self/cgroup", "0::/a\n");
+    files.write("sys/fs/cgroup/a/cpu.max", "200000 100000\n");
+    let usage = |text: &str| files.write("sys/fs/cgroup/a/cpu.stat", text);
+    usage("usage_usec 1000\n");
+    let tokens = files.tokens(&[0, 1, 2, 3]);
+    let now = 1_000 * MS;
+    assert_eq!(take_all(&tokens, now), 0, "nothing is known of the usage yet");
+    assert_eq!(take_all(&tokens, now + 10 * MS), 2);
+    give_all(&tokens, 0);
+    // The process has been moved to another group, and this one removed.
+    usage("");
+    assert_eq!(take_all(&tokens, now + 20 * MS), 0);
+    usage("usage_usec 1000\n");
+    assert_eq!(take_all(&tokens, now + 30 * MS), 0, "nothing is known of the usage again");
+    assert_eq!(take_all(&tokens, now + 40 * MS), 2);
+}
+
+#[test]
+fn renewed_tokens_are_all_there_and_know_nothing_of_the_time_before() {
+    let files = Files::new();
+    files.write("proc/self/cgroup", "0::/a\n");
+    files.write("sys/fs/cgroup/a/cpu.max", "200000 100000\n");
+    files.write("sys/fs/cgroup/a/cpu.stat", "usage_usec 1000\n");
+    let tokens = files.tokens(&[0, 1, 2, 3]);
+    let now = 1_000 * MS;
+    assert_eq!(take_all(&tokens, now), 0);
+    assert_eq!(take_all(&tokens, now + 10 * MS), 2);
+    assert!(tokens.renew());
+    assert_eq!((tokens.spinners(), tokens.idle_cpus()), (0, 0));
+    assert_eq!(take_all(&tokens, now + 11 * MS), 0, "nothing is known of the usage yet");
+    assert_eq!(take_all(&tokens, now + 21 * MS), 2);
+    // A thread that is not in the child was looking.
+    let held = tokens.machine.lock().unwrap();
+    assert!(!tokens.renew());
+    drop(held);
+}
+
+#[test]
 fn without_proc_there_are_no_tokens_and_an_error_says_so() {
     let empty = tempfile::tempdir().unwrap();
     let error = Tokens::under(empty.path(), &[CpuId::new(0)]).unwrap_err();
