@@ -17,7 +17,7 @@ use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64,
     Ordering::{AcqRel, Relaxed, Release},
 };
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, mpsc};
 
 use rtvirtio_engine::AbortOnPanic;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -79,6 +79,8 @@ const ASIDE: u64 = 100_000_000;
 const MAX_STRIKES: u32 = 8;
 /// After so long without another, one is forgotten.
 const FORGET: u64 = 60_000_000_000;
+/// A write that has held up a device's thread for so long is looked into by whoever calls next, ns.
+const HELD_UP: u64 = 5_000_000;
 
 /// Calls of a device that may be due: each of its queues has two descriptors, and one of each may just have been
 /// replaced. The channel has room for them from the start, so that an IOThread allocates nothing.
@@ -115,6 +117,10 @@ pub struct Caller {
     thread: OnceLock<Option<mpsc::SyncSender<Arc<Inner>>>>,
     watched: Record,
     aside: Record,
+    /// Since when the thread has been writing, ns; 0: it is not.
+    since: AtomicU64,
+    /// What it is writing to.
+    writing: Mutex<Option<Call>>,
 }
 
 impl Caller {
@@ -140,6 +146,27 @@ impl Caller {
     /// A call was dear.
     fn strike(&self, now: u64) {
         self.aside.again(now, MAX_STRIKES, |times| ASIDE << (2 * times));
+    }
+
+    /// The thread is about to write to this; `None`: it has written.
+    fn set_writing(&self, call: Option<Call>) {
+        let mut writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.since.store(if call.is_some() { now() } else { 0 }, Relaxed);
+        *writing = call;
+    }
+
+    /// Frees the thread if it is held up: a front end may fill a counter once the thread has looked at it, and would keep
+    /// the device's later front ends from being called, too. Does not wait.
+    fn free_thread(&self) {
+        let since = self.since.load(Relaxed);
+        if since == 0 || now().saturating_sub(since) < HELD_UP {
+            return;
+        }
+        if let Ok(writing) = self.writing.try_lock()
+            && let Some(call) = &*writing
+        {
+            call.make_room();
+        }
     }
 
     /// Whether one of the device's calls was found dear. How long that counts is not asked: a busy machine may
@@ -207,6 +234,7 @@ impl Call {
 
     /// The same by the device's own thread.
     pub(crate) fn signal_aside(&self) {
+        self.0.caller.free_thread();
         // Who calls for what is due already calls for both.
         if self.0.is_due.swap(true, AcqRel) {
             return;
@@ -259,7 +287,7 @@ impl Inner {
         }
     }
 
-    fn call_aside(&self) {
+    fn call_aside(self: &Arc<Self>) {
         // Before the write: who comes later finds what is to be called for.
         self.is_due.store(false, Release);
         // A driver with a full counter has a call that it has not seen, and means harm: an IOThread is not to
@@ -267,9 +295,15 @@ impl Inner {
         if self.kind == Kind::Event && is_full(&self.fd) {
             self.caller.strike(now());
         } else {
-            self.measured();
+            self.write_aside();
         }
         self.is_tried.store(true, Relaxed);
+    }
+
+    fn write_aside(self: &Arc<Self>) {
+        self.caller.set_writing(Some(Call(Arc::clone(self))));
+        self.measured();
+        self.caller.set_writing(None);
     }
 }
 
@@ -451,6 +485,27 @@ mod tests {
         let mut count = [0; 8];
         rustix::io::read(&event, &mut count).unwrap();
         assert_eq!(u64::from_ne_bytes(count), 1);
+        assert!(caller.has_strikes());
+    }
+
+    /// What the thread had looked at before was not full.
+    #[test]
+    fn thread_that_a_full_eventfd_holds_up_is_freed_by_the_next_call() {
+        let full = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        let caller = Arc::default();
+        let held_up = Call::new(full, &caller).unwrap();
+        let next = Call::new(event(), &caller).unwrap();
+        // It is of no use to the device's own thread, in whose place there is another one.
+        next.0.is_due.store(true, Relaxed);
+        let thread = std::thread::spawn(move || held_up.0.write_aside());
+        let began = Instant::now();
+        while !thread.is_finished() {
+            next.signal_aside();
+            std::thread::sleep(Duration::from_millis(1));
+            assert!(began.elapsed() < Duration::from_secs(20), "the thread is held up");
+        }
+        thread.join().unwrap();
         assert!(caller.has_strikes());
     }
 }

@@ -107,6 +107,8 @@ struct Place {
 #[derive(Default)]
 struct State {
     threads: HashMap<ThreadId, Thread>,
+    /// Threads that were removed before all that they had started had ended: they forward that, and end then.
+    leaving: Vec<(Sender<ThreadMessage>, JoinHandle<()>)>,
     places: HashMap<QueueKey, Arc<Place>>,
     next_thread: u32,
     /// Spin tokens, by the CPUs of the threads that have them in common; none: any.
@@ -214,7 +216,10 @@ impl Pool {
                 return Err(PoolError::InUse { queues });
             }
             let thread = state.threads.remove(&id).ok_or(PoolError::NoThread)?;
-            let others: Vec<_> = state.threads.values().map(|other| other.mail.clone()).collect();
+            state.leaving.retain(|(_, handle)| !handle.is_finished());
+            let leaving = state.leaving.iter().map(|(mail, _)| mail);
+            let others = state.threads.values().map(|other| &other.mail).chain(leaving);
+            let others: Vec<_> = others.cloned().collect();
             (thread, others)
         };
         // Results that others forward go past it from now on; those on their way are read before
@@ -238,6 +243,9 @@ impl Pool {
         }
         if thread.handle.is_finished() {
             let _ = thread.handle.join();
+        } else {
+            // The thread that it forwards to may end before it does: it has to hear of that.
+            lock(&self.state).leaving.push((thread.mail, thread.handle));
         }
         Ok(())
     }

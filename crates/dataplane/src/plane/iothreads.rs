@@ -509,7 +509,7 @@ impl Core {
         queue: u16,
         to: &IoThreadName,
     ) -> Result<Nanos, PlaneError> {
-        let (host, thread, from) = {
+        let (host, thread, from, before) = {
             let mut state = self.state();
             let Thread { id: thread, config, .. } = state.iothread(to)?;
             let (thread, trust) = (*thread, config.trust.clone());
@@ -523,10 +523,16 @@ impl Core {
                 .iothread(queue)
                 .cloned()
                 .ok_or_else(|| PlaneError::NoQueue { device: device.clone(), queues, queue })?;
-            (Arc::clone(&mapped.host), thread, from)
+            let before = state.iothreads.get(&from).map(|thread| thread.id);
+            (Arc::clone(&mapped.host), thread, from, before)
         };
         let moved =
             when_free(|error| matches!(error, MoveError::Busy), || host.assign(queue, thread));
+        if let (Err(_), Some(before)) = (&moved, before) {
+            // Slots of processes, which go with queue 0, may be held for longer than this waits. What has gone already goes back:
+            // the mapping says that it is there.
+            let _ = host.assign(queue, before);
+        }
         let pause = moved.map_err(|error| match error {
             MoveError::Busy => PlaneError::QueueBusy { device: device.clone(), queue },
             MoveError::Pool(error) => {

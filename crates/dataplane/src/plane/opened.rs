@@ -91,8 +91,10 @@ impl Opened {
                 Listen::Path(path) => bind(path, name.as_str())?,
                 Listen::Activated(wanted) => {
                     let missing = || {
-                        let kind = std::io::ErrorKind::NotFound;
-                        io(format!("no socket was handed over for {name}"), kind.into())
+                        let unit = format!("rtvirtio-dataplane@{wanted}.socket");
+                        let remedy = format!("have systemd make it: systemctl start {unit}");
+                        let source = std::io::Error::new(std::io::ErrorKind::NotFound, remedy);
+                        io(format!("no socket was handed over for {name}"), source)
                     };
                     let fd = handed.remove(wanted.as_str()).ok_or_else(missing)?;
                     Listener::from_fd(fd).map_err(|error| refused(what(), error))?

@@ -219,8 +219,7 @@ impl Registry {
             (_, Some(listener)) => Ok(listener),
             (Some(path), None) => Listener::bind(path, SOCKET_MODE),
             (None, None) => {
-                let missing = std::io::ErrorKind::NotFound.into();
-                return Err(io(format!("no socket was handed over for {name}"), missing));
+                return Err(PlaneError::Handed(format!("no socket was handed over for {name}")));
             }
         }
         .map_err(|error| refused(format!("cannot listen for {name}"), error))?;

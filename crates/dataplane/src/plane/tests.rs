@@ -16,7 +16,7 @@ use rustix::thread::sched_getaffinity;
 use serde_json::json;
 use tokio::sync::broadcast::error::TryRecvError;
 
-use super::host::Host;
+use super::host::{Client, Host};
 use super::iothreads::when_free;
 use super::mapped::{EMPTY_TIME, MappedHost};
 use super::*;
@@ -339,6 +339,50 @@ fn queue_never_goes_to_an_iothread_of_another_trust_domain() {
     assert!(matches!(refused, PlaneError::Fault(Fault::PolicyAcrossTrust(_))), "{refused}");
 }
 
+/// Slots of a process that ends on a disk which does not answer are held until that does.
+#[test]
+fn queue_whose_slots_cannot_go_along_stays_where_it_is_seen() {
+    let Some(rig) = Rig::new() else { return };
+    let registry = &rig.registry;
+    let raw = serde_json::from_value(json!({ "name": "iot1" })).unwrap();
+    registry.add_iothread(IoThread::new(raw).unwrap()).unwrap();
+    let to = IoThreadName::new("iot1").unwrap();
+    let (mut session, _guest) = rig.session();
+    kick(&mut session, 0);
+    let host = registry.host(&disk());
+    let first = || host.state().first_thread().unwrap();
+    let from = first();
+    let slots = serve_slots(host.pool(), from);
+    let stats = Arc::new(QueueStats::new());
+    host.state().clients.push(Client { process: None, key: slots, stats });
+    let (begun, is_begun) = mpsc::channel();
+    let (release, released) = mpsc::channel::<()>();
+    std::thread::scope(|scope| {
+        // Gone when this ends, even by a panic.
+        let release = release;
+        let pool = host.pool();
+        scope.spawn(move || {
+            let hold = |_: &mut Queue| {
+                begun.send(()).unwrap();
+                released.recv().unwrap();
+            };
+            pool.edit_drained(slots, hold).unwrap();
+        });
+        is_begun.recv().unwrap();
+        let refused = registry.move_queue(&disk(), 0, &to);
+        assert!(matches!(refused, Err(PlaneError::QueueBusy { queue: 0, .. })), "{refused:?}");
+        assert_eq!(first(), from);
+        let refused = registry.set_mapping(&disk(), &[Entry::round_robin(to.clone())]);
+        assert!(matches!(refused, Err(PlaneError::QueueBusy { queue: 0, .. })), "{refused:?}");
+        assert_eq!(first(), from);
+        release.send(()).unwrap();
+    });
+    registry.move_queue(&disk(), 0, &to).unwrap();
+    assert_ne!(first(), from);
+    host.state().clients.clear();
+    host.pool().stop(slots).unwrap();
+}
+
 #[test]
 fn cpus_that_are_not_there_are_refused_with_a_remedy_and_nothing_changes() {
     let Some(rig) = Rig::new() else { return };
@@ -449,6 +493,40 @@ fn image_without_a_block_is_refused_with_what_to_do() {
         let PlaneError::Io { source, .. } = &refused else { panic!("{refused}") };
         assert!(source.to_string().contains("truncate --size=10G"), "{source}");
     }
+}
+
+#[test]
+fn socket_that_was_not_handed_over_is_missed_with_what_to_do() {
+    let text = r#"
+version = 1
+[[iothread]]
+name = "iot0"
+[[device]]
+name = "root"
+vm = "vm"
+socket_activation = "vm-root"
+engine = { type = "ram", size = "1M" }
+"#;
+    let configuration = rtvirtio_spec::serve::parse("serve.toml", text).unwrap();
+    let opened = Opened::open(&configuration, &mut Default::default(), None, &|_| ());
+    let refused = opened.unwrap_err();
+    let PlaneError::Io { what, source } = &refused else { panic!("{refused}") };
+    assert_eq!(what, "no socket was handed over for root");
+    let remedy = "systemctl start rtvirtio-dataplane@vm-root.socket";
+    assert!(source.to_string().contains(remedy), "{source}");
+
+    // Of a device that is added, whoever asks is to hand it over.
+    let Some(rig) = Rig::new() else { return };
+    let device = json!({
+        "name": "root",
+        "vm": "vm",
+        "socket_activation": "vm-root",
+        "engine": { "type": "ram", "size": 1 << 20 },
+    });
+    let device = serde_json::from_value(device).unwrap();
+    let refused = rig.registry.add_device(device, HandedFds::default()).unwrap_err();
+    assert!(matches!(refused, PlaneError::Handed(_)), "{refused}");
+    assert!(refused.hint().is_some_and(|hint| hint.contains("ctl device add")));
 }
 
 #[test]

@@ -65,6 +65,36 @@ fn thread_ends_with_completions_to_come(pool: &Pool) -> bool {
     is_caught
 }
 
+/// A disk that answers late keeps a thread that is removed at work, and the thread that it forwards to may be removed before
+/// that.
+#[test]
+fn completion_of_a_thread_that_was_removed_follows_its_queue_past_another_one() {
+    let Some(pool) = pool() else { return };
+    let [a, b, c] = threads(&pool);
+    let late = END_TIME + Duration::from_secs(2);
+    let every = std::num::NonZeroU64::new(1).unwrap();
+    let faults = Faults { stall: Some((every, late)), ..Faults::default() };
+    let config = "ref-8x80".parse().unwrap();
+    let engine = SsdEngine::start(config, Bytes::new(DISK), 1, faults).unwrap();
+    let device = device(Arc::new(engine), 1);
+    let mut queue = Guarded::new(Shape { depth: 4, ..Shape::of(0) });
+    let setup = queue.setup(&device);
+    let stats = Arc::clone(&setup.stats);
+    let key = pool.start(setup, a).unwrap();
+    queue.fill();
+    queue.publish();
+    until_in_flight(&stats, 4);
+    pool.move_queue(key, b).unwrap();
+    // It is not waited for until all has ended that it started.
+    pool.remove_thread(a).unwrap();
+    pool.move_queue(key, c).unwrap();
+    pool.remove_thread(b).unwrap();
+    assert_eq!(stats.snapshot().in_flight, 4, "too slow a machine for this test");
+    queue.drain();
+    pool.stop(key).unwrap();
+    pool.remove_thread(c).unwrap();
+}
+
 /// Moves queues at random, as fast as it goes, until all have made their requests.
 fn move_at_full_speed(engines: &[Arc<dyn Engine>], requests: u64) {
     let devices = engines.iter().map(|engine| device(Arc::clone(engine), 2));
