@@ -6,8 +6,9 @@
 //! no QEMU sees, are known by what it tells of them (`data_plane`). What each look brought is kept for a
 //! minute ([`history`]), so that tails are those of the last minute.
 //!
-//! When to plan again is decided by [`rtvirtio_planner::control`]. A plan is made by who calls
-//! ([`Planner`]), for the host alone, and applied through the host's journal.
+//! When to plan again is decided by [`rtvirtio_planner::control`], which hears nothing of tasks that the plan in
+//! force does not promise anything. A plan is made by who calls ([`Planner`]), for the host alone, and applied
+//! through the host's journal.
 //!
 //! Walk: [`Loop::look`] → `Sources::refresh` → `Sources::sample` → `Controller::step` → `act` →
 //! `Host::apply`.
@@ -28,10 +29,10 @@ use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_host::{ApplyOptions, Host, JournalStatus, Topology};
 use rtvirtio_observe::host_latency::HostLatency;
 use rtvirtio_planner::control::{Controller, Decision, Doubts, TaskObservation};
-use rtvirtio_spec::plan::Plan;
+use rtvirtio_spec::plan::{Cause, Plan, TaskPromise};
 use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::settings::Knobs;
-use rtvirtio_spec::specification::{Backend, Specification, Target};
+use rtvirtio_spec::specification::{Backend, Specification, Target, Task, Vm};
 use rtvirtio_units::{DiskName, Iops, Nanos, TaskName, VmName};
 use tracing::{info, warn};
 
@@ -65,6 +66,8 @@ pub struct Loop {
     disks: BTreeMap<(VmName, DiskName), History>,
     data_plane: DataPlane,
     controller: Option<Controller>,
+    /// Tasks of which the plan in force says that nothing promises their targets.
+    unpromised: BTreeSet<(VmName, TaskName)>,
     /// Whether the specification's VMs have been looked at.
     has_looked: bool,
     start: Instant,
@@ -99,6 +102,7 @@ impl Loop {
             disks: BTreeMap::new(),
             data_plane,
             controller: None,
+            unpromised: BTreeSet::new(),
             has_looked: false,
             start: Instant::now(),
         })
@@ -115,6 +119,7 @@ impl Loop {
         self.disks.clear();
         self.data_plane = DataPlane::new(&specification, self.socket.as_deref());
         self.controller = None;
+        self.unpromised.clear();
         self.has_looked = false;
         self.specification = specification;
         Ok(())
@@ -191,9 +196,13 @@ impl Loop {
     ) -> Option<Change> {
         let planner = self.planner.as_ref()?;
         let clock = Nanos::from_secs_f64((now - self.start).as_secs_f64());
+        let is_promised = |task: &&TaskObservation| {
+            !self.unpromised.contains(&(task.vm.clone(), task.task.clone()))
+        };
+        let observed: Vec<_> = observed.iter().filter(is_promised).cloned().collect();
         let decision = match &mut self.controller {
             Some(controller) => {
-                controller.step(clock, present, observed, &self.data_plane.speeds())
+                controller.step(clock, present, &observed, &self.data_plane.speeds())
             }
             None => {
                 self.controller = Some(Controller::new(clock, present.clone()));
@@ -206,7 +215,10 @@ impl Loop {
             self.sources.let_go();
         }
         let wanted = tightened(&self.specification, present, margin);
-        let done = act(&self.host, &**planner, &wanted, &doubts, reason);
+        let (done, promises) = act(&self.host, &**planner, &wanted, &doubts, reason);
+        if let Some(promises) = promises {
+            self.unpromised = unpromised(&promises, &self.specification);
+        }
         if done.failed.is_some() || done.unmet > 0 {
             warn!("{done}");
         } else {
@@ -220,7 +232,7 @@ impl Loop {
 }
 
 fn states(specification: &Specification) -> Vec<TaskState> {
-    let of_vm = |vm: &rtvirtio_spec::specification::Vm| {
+    let of_vm = |vm: &Vm| {
         let name = vm.name.clone();
         vm.tasks.clone().into_iter().map(move |task| TaskState {
             vm: name.clone(),
@@ -277,35 +289,61 @@ fn tightened(
     wanted
 }
 
-/// Plans, and applies what changes.
+/// Tasks whose targets are not promised, whatever the margin. That they miss them says nothing against the models,
+/// and tighter targets would help none of them, but cost others theirs: those would miss then, too, and the margin
+/// never shrink again.
+fn unpromised(
+    promises: &[TaskPromise],
+    specification: &Specification,
+) -> BTreeSet<(VmName, TaskName)> {
+    let tasks = specification.vms.iter().flat_map(|vm| vm.tasks.iter().map(move |t| (vm, t)));
+    let target = |(vm, task): (&Vm, &Task)| {
+        Some(((vm.name.clone(), task.name.clone()), task.target?.latency))
+    };
+    let targets: BTreeMap<(VmName, TaskName), Nanos> = tasks.filter_map(target).collect();
+    let unmet = promises.iter().filter_map(|promise| {
+        let cause = &promise.unmet.as_ref()?.cause;
+        let task = (promise.vm.clone(), promise.task.clone());
+        // The target of the plan is tightened: that of the specification may be promised.
+        let is_within = targets.get(&task).zip(promise.bound).is_some_and(|(t, b)| b <= *t);
+        (*cause != Cause::AboveTarget || !is_within).then_some(task)
+    });
+    unmet.collect()
+}
+
+/// Plans, and applies what changes; what is promised then, if that was done.
 fn act(
     host: &Host,
     planner: &Planner,
     wanted: &Specification,
     doubts: &Doubts,
     reason: String,
-) -> Change {
+) -> (Change, Option<Vec<TaskPromise>>) {
     let is_idle = wanted.vms.is_empty();
     let caps = BTreeMap::new();
     let mut change = Change { reason, written: 0, unmet: 0, caps, failed: None, is_idle };
     if is_idle {
-        return change;
+        return (change, None);
     }
+    let mut promises = None;
     let mut apply = || -> Result<()> {
         let plan = planner(wanted, doubts)?;
         change.unmet = plan.tasks.iter().filter(|t| t.unmet.is_some()).count();
         change.caps = plan.background.iter().map(|b| (b.vm.clone(), b.cap)).collect();
         let (topology, options) = (Topology::of_plan(&plan), ApplyOptions::default());
         change.written = host.apply(&topology, &plan.observed, &plan.changes, options)?.written;
+        promises = Some(plan.tasks);
         Ok(())
     };
     change.failed = apply().err().map(|error| format!("{error:#}"));
-    change
+    (change, promises)
 }
 
 #[cfg(test)]
 mod tests {
+    use rtvirtio_spec::plan::{PredictedBy, Unmet};
     use rtvirtio_spec::specification::parse;
+    use rtvirtio_units::{Confidence, Percentile};
 
     use super::*;
 
@@ -338,9 +376,55 @@ name = "read"
 disk = "root"
 "#;
 
+    /// Tasks in the place of the first one's name.
+    const TASKS: &str = r#"name = "near"
+target = { percentile = 99.9, latency_ms = 20 }
+[[vm.task]]
+name = "far"
+target = { percentile = 99.9, latency_ms = 20 }
+[[vm.task]]
+name = "victim"
+target = { percentile = 99.9, latency_ms = 20 }
+[[vm.task]]
+name = "fast"
+target = { percentile = 99.9, latency_ms = 20 }
+[[vm.task]]
+name = "read""#;
+
     #[test]
     fn tasks_whose_disks_the_data_plane_serves_have_no_row_at_qemu() {
         let tasks = states(&parse("test", SPECIFICATION).unwrap());
         assert_eq!(tasks.iter().map(|task| task.vm.as_str()).collect::<Vec<_>>(), ["web"]);
+    }
+
+    #[test]
+    fn task_that_no_margin_would_have_promised_is_no_risk() {
+        let text = SPECIFICATION.replacen("name = \"read\"", TASKS, 1);
+        let specification = parse("test", &text).unwrap();
+        let ms = Nanos::from_millis;
+        // Planned for with targets of 10 ms, half of those of the specification.
+        let promise = |task: &str, bound: Option<Nanos>, cause: Option<Cause>| TaskPromise {
+            vm: VmName::new("plc").unwrap(),
+            task: TaskName::new(task).unwrap(),
+            percentile: Percentile::new(99.9).unwrap(),
+            target: ms(10),
+            predicted: ms(5),
+            bound,
+            confidence: Confidence::new(0.95).unwrap(),
+            delivered: 1.0,
+            unmet: cause.map(Unmet::from),
+            model: PredictedBy::Structural,
+            fallback: None,
+        };
+        let promises = [
+            promise("read", Some(ms(9)), None),
+            promise("near", Some(ms(15)), Some(Cause::AboveTarget)),
+            promise("far", Some(ms(25)), Some(Cause::AboveTarget)),
+            promise("victim", Some(ms(9)), Some(Cause::MoreUrgentVms)),
+            promise("fast", None, Some(Cause::RateNotDelivered)),
+        ];
+        let found = unpromised(&promises, &specification);
+        let found: Vec<&str> = found.iter().map(|(_, task)| task.as_str()).collect();
+        assert_eq!(found, ["far", "fast", "victim"]);
     }
 }

@@ -2,8 +2,9 @@
 //! reason why there can be none.
 //!
 //! A task that its guest marks with an I/O priority has a promise of its own. The others of a disk
-//! have one together, with the strictest of their targets. VMs are heard by urgency; one gets all that its tasks need, or nothing: then it
-//! shares what promises leave, as VMs without a target do.
+//! have one together, with the strictest of their targets, and tasks that are marked and have no target are among
+//! these: the data plane knows a priority by its promise alone. VMs are heard by urgency; one gets all that its
+//! tasks need, or nothing: then it shares what promises leave, as VMs without a target do.
 //!
 //! Properties (tests of the same name): `service_curve_of_a_profile_is_the_device_that_it_is_of`,
 //! `each_vm_gets_a_promise_as_long_as_they_fit`, `what_does_not_fit_is_refused_with_what_would`.
@@ -122,21 +123,30 @@ const fn marked(task: &Task) -> Option<IoPriority> {
 
 /// What each of a disk's groups of tasks wants.
 fn wanted<'a>(disk: &'a DiskName, tasks: &[&'a Task]) -> Result<Vec<Wanted<'a>>, Cause> {
-    let of_disk = tasks.iter().filter(|task| task.disk == *disk);
-    let groups: BTreeSet<_> = of_disk.map(|task| marked(task)).collect();
-    if groups.len() > MAX_TASKS {
+    let of_disk = || tasks.iter().copied().filter(move |task| task.disk == *disk);
+    let with_target = of_disk().filter(|task| task.target.is_some());
+    let promised: BTreeSet<IoPriority> = with_target.filter_map(marked).collect();
+    if promised.len() > MAX_TASKS {
         return Err(Cause::TooManyPriorities { disk: disk.clone(), max: MAX_TASKS });
     }
-    groups.into_iter().filter_map(|group| wanted_by(disk, group, tasks)).collect()
+    let groups = std::iter::once(None).chain(promised.iter().copied().map(Some));
+    let wanted = groups.filter_map(|group| {
+        // Requests of a priority without a promise are served, and count, as those that are not marked.
+        let is_one =
+            |task: &&'a Task| marked(task).filter(|ioprio| promised.contains(ioprio)) == group;
+        let of_group: Vec<&'a Task> = of_disk().filter(is_one).collect();
+        wanted_by(disk, group, &of_group)
+    });
+    wanted.collect()
 }
 
+/// What tasks of a disk want that cannot be told apart; none if none of them has a target.
 fn wanted_by<'a>(
     disk: &'a DiskName,
     ioprio: Option<IoPriority>,
     tasks: &[&'a Task],
 ) -> Option<Result<Wanted<'a>, Cause>> {
-    let is_one = |task: &&&Task| task.disk == *disk && marked(task) == ioprio;
-    let tasks = || tasks.iter().filter(is_one).copied();
+    let tasks = || tasks.iter().copied();
     let deadline = tasks().filter_map(|task| Some(task.target?.latency)).min()?;
     let deadline = Nanos::from_micros((deadline.get() / 1_000).clamp(1, 60_000_000));
     let Some(all) = rate(tasks().map(|task| task.load)) else {

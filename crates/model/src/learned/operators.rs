@@ -9,7 +9,7 @@ use super::LearnedError;
 use super::attributes::Attributes;
 use super::clipped;
 use super::onnx::{Element, Node};
-use super::tensor::{Budget, Fault, Tensor};
+use super::tensor::{Budget, Fault, MAX_RANK, Tensor};
 use super::trees::Trees;
 
 /// What one node does.
@@ -291,12 +291,14 @@ impl Operator {
                 copy()?.reshaped(shape)
             }
             Self::Flatten(axis) => {
-                let (rows, columns) = first.shape().split_at(first.axis(*axis, 1)?);
+                // It may lie behind the last dimension, but is counted from there if it is negative.
+                let axis = first.axis(*axis, usize::from(*axis >= 0))?;
+                let (rows, columns) = first.shape().split_at(axis);
                 let shape = vec![rows.iter().product(), columns.iter().product()];
                 copy()?.reshaped(shape)
             }
             Self::Squeeze(axes) => {
-                let axes = self::axes(axes, given(1));
+                let axes = self::axes(axes, given(1))?;
                 let axes = axes.iter().map(|&a| first.axis(a, 0)).collect::<Result<Vec<_>, _>>()?;
                 let goes = |i: usize, size: usize| {
                     if axes.is_empty() { size == 1 } else { axes.contains(&i) }
@@ -307,7 +309,7 @@ impl Operator {
                 copy()?.reshaped(shape)
             }
             Self::Unsqueeze(axes) => {
-                let axes = self::axes(axes, given(1));
+                let axes = self::axes(axes, given(1))?;
                 let new = axes.iter().map(|&a| first.axis(a, axes.len()));
                 let mut new = new.collect::<Result<Vec<_>, _>>()?;
                 new.sort_unstable();
@@ -336,7 +338,7 @@ impl Operator {
                 first.select(axis, indices.data(), budget)?.reshaped(shape)
             }
             Self::Reduce { mean, axes, keeps, none_is_none } => {
-                let axes = self::axes(axes, given(1));
+                let axes = self::axes(axes, given(1))?;
                 if axes.is_empty() && *none_is_none {
                     return copy();
                 }
@@ -348,7 +350,8 @@ impl Operator {
                     sum = sum.sum(axis, budget)?;
                 }
                 if *mean {
-                    let of: usize = axes.iter().map(|&a| first.shape()[a]).product();
+                    // By the elements: an axis may stand twice.
+                    let of = first.data().len() / sum.data().len();
                     sum = sum.map(|x| x / of as f64);
                 }
                 if *keeps {
@@ -386,12 +389,17 @@ fn fold(
     Ok(all)
 }
 
-/// Axes from the input if there is one, else from the attribute.
-fn axes(attribute: &[i64], input: Option<&Tensor>) -> Vec<i64> {
-    input.map_or_else(
+/// Axes from the input if there is one, else from the attribute. No tensor has more than [`MAX_RANK`], and a file
+/// has room for millions, whose cost no budget counts.
+fn axes(attribute: &[i64], input: Option<&Tensor>) -> Result<Vec<i64>, Fault> {
+    let count = input.map_or(attribute.len(), |input| input.data().len());
+    if count > MAX_RANK {
+        return Err(Fault::Index);
+    }
+    Ok(input.map_or_else(
         || attribute.to_vec(),
         |input| input.data().iter().map(|&axis| axis as i64).collect(),
-    )
+    ))
 }
 
 /// The shape that `to` asks for: 0 is the input's own dimension, one −1 what is left.

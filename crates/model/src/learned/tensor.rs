@@ -7,7 +7,7 @@
 use super::onnx::Element;
 
 /// Most dimensions.
-const MAX_RANK: usize = 8;
+pub(super) const MAX_RANK: usize = 8;
 
 /// What one evaluation may still cost. A graph cannot loop, but a few operators in a row can ask for
 /// far more than their file is large.
@@ -94,19 +94,18 @@ impl Tensor {
         &self.data
     }
 
-    /// As the element type holds it.
+    /// As the element type holds it: a quotient of integers is one too.
     fn rounded(mut self) -> Self {
-        if self.element == Element::Single {
-            self.data.iter_mut().for_each(|x| *x = f64::from(*x as f32));
+        match self.element {
+            Element::Single => self.data.iter_mut().for_each(|x| *x = f64::from(*x as f32)),
+            Element::Int => self.data.iter_mut().for_each(|x| *x = x.trunc()),
+            Element::Double => {}
         }
         self
     }
 
     pub(super) fn cast(mut self, element: Element) -> Self {
         self.element = element;
-        if element == Element::Int {
-            self.data.iter_mut().for_each(|x| *x = x.trunc());
-        }
         self.rounded()
     }
 

@@ -283,6 +283,47 @@ fn what_costs_too_much_is_refused() {
 }
 
 #[test]
+fn millions_of_axes_are_refused_at_once() {
+    // 2^21 zeros, a byte each in the file: each would move all that were inserted before it.
+    let count = 1 << 21;
+    let zeros = field(7, &vec![0; count]);
+    let tensor = [field(8, b"axes"), int(2, 7), field(1, &[0x80, 0x80, 0x80, 1]), zeros].concat();
+    for operator in ["Unsqueeze", "Squeeze", "ReduceSum"] {
+        let graph = [field(5, &tensor), node(operator, &["x", "axes"], "y", &[])];
+        let many = refused(&model(&graph));
+        assert!(many.ends_with(&format!("{operator}: an index is out of range")), "{many}");
+    }
+}
+
+#[test]
+fn axes_from_the_end_axes_that_stand_twice_and_quotients_of_integers_are_as_in_onnx() {
+    let tail = |nodes: &[Vec<u8>]| {
+        let mut row = [0.0; FEATURES.len()];
+        row[0] = 50.0;
+        learned(&model(nodes)).predict(&row).unwrap().tail
+    };
+    let ms = Nanos::from_millis;
+    let neg = node("Neg", &["number"], "y", &[]);
+    let ints = |name: &str, values: &[u8]| [field(1, name.as_bytes()), field(8, values)].concat();
+    let number = |name: &str, value: u8| [field(1, name.as_bytes()), int(3, value)].concat();
+    // The mean of 25 numbers is 2, however often their axis is named.
+    let mean = node("ReduceMean", &["x"], "number", &[ints("axes", &[1, 1])]);
+    assert_eq!(tail(&[mean, neg.clone()]), ms(10));
+    // Before the last dimension: still one row of 25, along which the mean is one number.
+    let minus_one: Vec<u8> = [&[3_u8 << 3][..], &[0xff; 9], &[1]].concat();
+    let last = [field(1, b"axis"), minus_one].concat();
+    let flat = node("Flatten", &["x"], "flat", &[last]);
+    let mean = node("ReduceMean", &["flat"], "number", &[ints("axes", &[1])]);
+    assert_eq!(tail(&[flat, mean, neg.clone()]), ms(10));
+    // 5 / 2 is 2.
+    let constant =
+        |value, output: &str| node("Constant", &[], output, &[number("value_int", value)]);
+    let quotient = node("Div", &["five", "two"], "quotient", &[]);
+    let real = node("Cast", &["quotient"], "number", &[number("to", 1)]);
+    assert_eq!(tail(&[constant(5, "five"), constant(2, "two"), quotient, real, neg]), ms(10));
+}
+
+#[test]
 fn external_data_is_refused() {
     let tensor = [field(8, b"w"), int(2, 1), int(14, 1)].concat();
     let graph = [field(5, &tensor), node("Add", &["x", "w"], "y", &[])];

@@ -134,6 +134,55 @@ fn task_that_its_guest_marks_has_a_promise_of_its_own() {
     );
 }
 
+/// A VM's disk with tasks of so many requests a second: how each is marked, and its target in ms; 0: none.
+fn plan_of_tasks(tasks: &[(&str, u32, u32)]) -> rtvirtio_spec::plan::Plan {
+    let mut text = format!(
+        "{HEAD}[[vm]]\nname = \"plc\"\nbackend = \"vhost-user\"\n\
+         [[vm.disk]]\nname = \"root\"\ndevice = \"data\"\n"
+    );
+    for (i, (ioprio, iops, latency)) in tasks.iter().enumerate() {
+        text += &format!("[[vm.task]]\nname = \"t{i}\"\niops = {iops}\n");
+        if !ioprio.is_empty() {
+            text += &format!("recognise = \"ioprio:{ioprio}\"\n");
+        }
+        if *latency > 0 {
+            text += &format!("target = {{ percentile = 99.9, latency_ms = {latency} }}\n");
+        }
+    }
+    planned(&parse("test.toml", &text).unwrap())
+}
+
+#[test]
+fn marked_task_without_a_target_counts_as_one_that_is_not_marked() {
+    // The data plane knows no priority without a promise: all 400 requests are the disk's own.
+    let plan = plan_of_tasks(&[("", 100, 40), ("be/7", 300, 0)]);
+    assert!(plan.meets_all(), "{:?}", plan.tasks);
+    let qos = &plan.data_plane.as_ref().unwrap().disks[&DiskName::new("root").unwrap()];
+    assert_eq!((qos.deadline_us, qos.iops), (Some(40_000), Some(400)));
+    assert!(qos.tasks.is_empty(), "{qos:?}");
+    // Beside a promise to that very priority it is of that.
+    let plan = plan_of_tasks(&[("", 100, 40), ("be/7", 300, 0), ("be/7", 50, 80)]);
+    let qos = &plan.data_plane.as_ref().unwrap().disks[&DiskName::new("root").unwrap()];
+    assert_eq!((qos.iops, qos.tasks[0].iops), (Some(100), Some(350)));
+}
+
+#[test]
+fn as_many_priorities_are_promised_as_the_data_plane_tells_apart() {
+    let marks: Vec<String> = (0..MAX_TASKS).map(|level| format!("rt/{level}")).collect();
+    let mut tasks: Vec<_> = marks.iter().map(|mark| (mark.as_str(), 10, 100)).collect();
+    // Neither the disk's own promise nor a priority without one takes the place of a task's.
+    tasks.extend([("", 10, 100), ("idle", 10, 0)]);
+    let plan = plan_of_tasks(&tasks);
+    assert!(plan.meets_all(), "{:?}", plan.tasks);
+    let qos = &plan.data_plane.as_ref().unwrap().disks[&DiskName::new("root").unwrap()];
+    assert_eq!((qos.iops, qos.tasks.len()), (Some(20), MAX_TASKS));
+    assert!(Qos::new(qos.clone()).is_ok(), "{qos:?}");
+    tasks.push(("be/0", 10, 100));
+    let plan = plan_of_tasks(&tasks);
+    let cause = &plan.tasks[0].unmet.as_ref().unwrap().cause;
+    assert!(matches!(cause, Cause::TooManyPriorities { .. }), "{cause:?}");
+}
+
 #[test]
 fn what_does_not_fit_is_refused_with_what_would() {
     let names: Vec<String> = (0..12).map(|i| format!("vm{i:02}")).collect();
