@@ -289,7 +289,7 @@ fn tightened(
     wanted
 }
 
-/// Tasks whose targets are not promised, whatever the margin. That they miss them says nothing against the models,
+/// Tasks whose targets are not promised, and not because the plan's own targets are tighter. That they miss them says nothing against the models,
 /// and tighter targets would help none of them, but cost others theirs: those would miss then, too, and the margin
 /// never shrink again.
 fn unpromised(

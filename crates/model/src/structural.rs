@@ -24,7 +24,8 @@
 //!
 //! While a burst is worked off, those whom no cap holds back go on: where they use a part u of the device,
 //! that takes ℓ / (1 − u), and a request that comes meanwhile waits for what is left of ℓ. So it is
-//! r · (ℓ − x) / (1 − u) of all that wait longer than x (the fluid limit of a queue's busy period).
+//! r · (ℓ − x) / (1 − u) of all that wait longer than x (the fluid limit of a queue's busy period). That matters to
+//! streams that keep several requests in flight; others meet a burst with one.
 //!
 //! A stream of rate λ and depth d has at most d requests waiting, so a blocking
 //! of rate r and length ℓ makes a fraction `r · min(ℓ − x, d/λ)` of its

@@ -26,7 +26,7 @@ const BUSY: f64 = 0.75;
 /// A class that asks for this part of its rate, on average over some epochs, has come to it.
 const COMES_ABOUT: f64 = 0.975;
 /// Background gives way by so many times the part of the rate that is short.
-const FALL: f64 = 2.0;
+const FALL: f64 = 4.0;
 /// A class that was short of its rate and came to it again so often, as background gave way, goes on being found to
 /// answer.
 const RECOVERIES: u32 = 2;
@@ -218,7 +218,7 @@ impl Demand {
             // A single epoch may be low by chance, and the average still is while the rate already comes about.
             let short = goal * (1.0 - TOLERANCE) - asked.max(self.recent);
             let fall = (short * FALL * 1000.0).clamp(0.0, f64::from(MAX_FALL)) as u32;
-            look.wants = if short > 0.0 { Wants::Less(fall) } else { Wants::NoMore };
+            look.wants = if fall > 0 { Wants::Less(fall) } else { Wants::NoMore };
         }
         look
     }
@@ -261,6 +261,8 @@ impl Demand {
                 // in the long run, to make up for the epochs with background.
                 if now.saturating_sub(self.satisfied) > PATIENCE_NS {
                     *most = self.recent;
+                    // It did not come to its rate, but the rate to it.
+                    (self.was_short, self.recoveries) = (false, 0);
                 } else {
                     *most = most.max(self.recent.min(1.0));
                 }

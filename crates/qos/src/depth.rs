@@ -4,7 +4,7 @@
 //! A device serves what it was given in an order of its own, so what must not be waited for is kept
 //! back. How much that is follows from what is seen, not from a model: at the end of each
 //! [epoch](crate::experiment::EPOCH_NS), the bound falls by a quarter if more than one promised response in [`TOO_MANY`]
-//! was late, or by as much as a promised rate is short, and rises if neither is near while something
+//! was late, or by four times the part of a promised rate that is short, a quarter at most, and rises if neither is near while something
 //! was held back (the rule of the kernel's blk-iolatency: the victim's latency decides, the others'
 //! depth is the means). Where one at a time is too many, for what is promised needs nearly all of the
 //! device, the time between two grows instead, and halves again.
@@ -76,7 +76,7 @@ impl Depth {
 
     /// Another highest bound; what was not held below the old one is not below the new one.
     pub(crate) fn set_max(&mut self, most: u32) {
-        let is_free = self.bound == self.most;
+        let is_free = self.level >= f64::from(self.most);
         self.level = if is_free { f64::from(most) } else { self.level.min(f64::from(most)) };
         self.bound = if is_free { most } else { self.bound.min(most) };
         self.most = most;
@@ -104,11 +104,11 @@ impl Depth {
         }
     }
 
-    /// How long background is taken to give way after it last had to, ns: about as long as the bound takes from its
-    /// lowest to its highest, if nothing is against it.
+    /// How long background is taken to give way after it last had to, ns: at least about as long as the bound takes from
+    /// its lowest to its highest, if nothing is against it.
     pub(crate) fn recovery(&self) -> u64 {
         let gaps = (MAX_BACKGROUND_WAIT_NS / GAP_NS).ilog2() + 1;
-        u64::from(self.most + gaps) * EPOCH_NS
+        u64::from(2 * self.most + gaps) * EPOCH_NS
     }
 
     /// Ends an epoch; `wants`: how much background the rates leave room for. An epoch that background was
@@ -119,6 +119,8 @@ impl Depth {
         let fall = match wants {
             _ if is_withheld => None,
             _ if is_late => Some(MAX_FALL),
+            // A bound that held nothing back is far from where it would.
+            Wants::Less(_) if !self.held_back => Some(MAX_FALL),
             Wants::Less(fall) => Some(fall.min(MAX_FALL)),
             Wants::Any | Wants::NoMore => None,
         };
@@ -190,6 +192,7 @@ mod tests {
     #[test]
     fn bound_falls_by_as_much_as_a_rate_is_short_and_epochs_have_its_fraction_in_turn() {
         let mut depth = Depth::new(8);
+        depth.hold_back();
         depth.end_epoch(Wants::Less(50), false);
         let mut bounds = vec![depth.bound()];
         for _ in 1..10 {
@@ -199,6 +202,13 @@ mod tests {
         assert!(bounds.iter().all(|bound| [7, 8].contains(bound)), "{bounds:?}");
         let sum: u32 = bounds.iter().sum();
         assert!((75..=76).contains(&sum), "{bounds:?}");
+    }
+
+    #[test]
+    fn bound_that_held_nothing_back_falls_fast_until_it_does() {
+        let mut depth = Depth::new(33);
+        (0..8).for_each(|_| depth.end_epoch(Wants::Less(10), false));
+        assert!(depth.bound() <= 4, "{}", depth.bound());
     }
 
     #[test]
@@ -235,6 +245,7 @@ mod tests {
         assert_eq!(epochs(&mut depth, 0, 1, 5), 2);
         // A rate that is little short needs little.
         epochs(&mut depth, 1, 1, 1);
+        depth.hold_back();
         depth.end_epoch(Wants::Less(MAX_FALL / 5), false);
         assert_eq!((depth.bound(), depth.gap()), (1, GAP_NS / 5));
     }
@@ -250,6 +261,16 @@ mod tests {
         depth.set_max(8);
         assert_eq!(depth.bound(), 8);
         assert_eq!(epochs(&mut depth, 0, 0, 3), 8);
+        // The level is between two, of which this epoch has the highest one.
+        let mut depth = Depth::new(2);
+        depth.hold_back();
+        depth.end_epoch(Wants::Less(100), false);
+        depth.end_epoch(Wants::NoMore, false);
+        assert_eq!(depth.bound(), 2);
+        depth.set_max(33);
+        assert_eq!(depth.bound(), 2);
+        depth.end_epoch(Wants::NoMore, false);
+        assert!(depth.bound() <= 2, "{}", depth.bound());
     }
 
     #[test]

@@ -27,7 +27,7 @@
 //! does not come to its rate and would if its requests were served sooner; whether it would is found
 //! out by experiment (`demand`). Where promises need nearly all of the device,
 //! even one at a time would take a channel from them for long: then there is a time between two that
-//! doubles and halves, up to 50 ms. So an eligible request that finds the
+//! grows and halves, up to 50 ms. So an eligible request that finds the
 //! device full of background waits for the first of as many channels, and for no request longer than
 //! [`MAX_TRANSFER`], in which large ones are to be split.
 //!

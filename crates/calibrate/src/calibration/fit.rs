@@ -272,7 +272,8 @@ fn observations(runs: &[ProbeRun]) -> Vec<Observation<'_>> {
 }
 
 /// Tasks of one rate in all VMs of a probe together, where that shows a higher percentile than each of them does: a
-/// probe is too short for p99.9 of a task of 500 requests a second, and plans promise it.
+/// probe is too short for p99.9 of a task of 500 requests a second, and plans promise it. It is the percentile of the
+/// mixture: of VMs that do not fare alike the worst has a longer one.
 fn of_all_vms(run: &ProbeRun) -> Vec<Observation<'_>> {
     let mut by_rate: BTreeMap<u64, (&ProbeTask, Histogram)> = BTreeMap::new();
     for task in &run.tasks {
