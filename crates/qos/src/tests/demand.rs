@@ -81,6 +81,28 @@ fn guests_with_little_to_spare_have_their_rate_and_background_most_of_what_it_co
     }
 }
 
+/// What a series found is confirmed each time that the class comes to its rate as background gives way. Where series
+/// were made again none the less, they withheld background for 17 and 12 of these 50 s.
+#[test]
+fn class_that_answers_is_not_tried_again_as_long_as_it_does() {
+    for (us, vms) in [(600, 2), (1_000, 4)] {
+        let mut world = World::new(reference(), Nanos::from_micros(50));
+        let between = Between::Exponential(Nanos::from_micros(us));
+        let load = Load::Thinking { between, bytes: 4096 };
+        let rate = 0.9 * alone(vms, load);
+        for _ in 0..vms {
+            world.add(share(100), promise(20_000, rate, 6), load);
+        }
+        world.add(share(100), None, DEEP_WRITER);
+        let withheld = [10, 60].map(|seconds| {
+            world.run(Nanos::from_millis(1_000 * seconds));
+            world.scheduler.withheld().as_millis_f64()
+        });
+        assert!(withheld[0] > 0.0, "nobody was tried");
+        assert!(withheld[1] - withheld[0] < 500.0, "{us} µs, {vms} VMs: {withheld:?} ms");
+    }
+}
+
 /// From the beginning on, with all that is tried in it.
 #[test]
 fn classes_that_ask_for_less_than_their_rate_cost_the_writer_little() {
