@@ -201,7 +201,8 @@ fn json_error(error: serde_json::Error) -> ReadError {
 }
 
 fn qemu(text: &str, disk: Option<&str>) -> Result<Found, ReadError> {
-    if text.trim_start().starts_with('-') {
+    let text = text.trim_start_matches('\u{feff}').trim_start();
+    if text.starts_with('-') {
         return of_devices(devices(text)?, disk);
     }
     match serde_json::from_str(text).map_err(json_error)? {

@@ -107,7 +107,10 @@ fn format_is_told_by_the_beginning() {
 fn qemu_json_is_read_with_and_without_a_device() {
     let array = r#"[{"iothread":"iot0","vqs":[0,2]},{"iothread":"iot1","vqs":[1,3]}]"#;
     let entries = vec![entry("iot0", &[0, 2]), entry("iot1", &[1, 3])];
-    assert_eq!(read(array, None).unwrap(), Found { entries: entries.clone(), queues: None });
+    let expected = Found { entries: entries.clone(), queues: None };
+    assert_eq!(read(array, None).unwrap(), expected);
+    // As editors of some systems write it.
+    assert_eq!(read(&format!("\u{feff}{array}"), None).unwrap(), expected);
     let device = format!(
         r#"{{"driver":"virtio-blk-pci","drive":"d","num-queues":4,"iothread-vq-mapping":{array}}}"#
     );

@@ -590,7 +590,7 @@ fn size(Size(size): Size) -> Result<Bytes, Misplaced> {
     if size.get().is_multiple_of(512) {
         Ok(size)
     } else {
-        Err((KEYS, Fault::NotInSectors(size.get())))
+        Err((KEYS, Fault::NotInSectors { key: "size", value: size.get() }))
     }
 }
 
@@ -600,10 +600,11 @@ fn slice(Size(offset): Size, Size(size): Size) -> Result<Slice, Misplaced> {
     at(KEYS, in_range("size", size.get(), 512, i64::MAX as u64))?;
     let in_sectors = |n: Bytes| n.get().is_multiple_of(512);
     if !in_sectors(size) {
-        return Err((KEYS, Fault::NotInSectors(size.get())));
+        return Err((KEYS, Fault::NotInSectors { key: "size", value: size.get() }));
     }
     if !in_sectors(offset) {
-        return Err((&["engine", "offset"], Fault::NotInSectors(offset.get())));
+        let value = offset.get();
+        return Err((&["engine", "offset"], Fault::NotInSectors { key: "offset", value }));
     }
     Ok(Slice { offset, size })
 }

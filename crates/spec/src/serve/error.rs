@@ -288,9 +288,14 @@ pub enum Fault {
         /// The largest size.
         max: u64,
     },
-    /// A size that is no multiple of a sector.
-    #[error("size {0} is no multiple of 512")]
-    NotInSectors(u64),
+    /// A size or an offset that is no multiple of a sector.
+    #[error("{key} {value} is no multiple of 512")]
+    NotInSectors {
+        /// Which of them.
+        key: &'static str,
+        /// Its value, bytes.
+        value: u64,
+    },
     /// A serial number that is too long or not printable ASCII.
     #[error("serial {} is not 1 to {MAX_SERIAL_BYTES} characters of printable ASCII", Quoted(.0))]
     BadSerial(String),
@@ -446,7 +451,7 @@ impl Fault {
                 let next = size.checked_next_multiple_of(u64::from(*block).max(1));
                 format!("ask for {}", next.unwrap_or(*max).min(*max))
             }
-            Self::NotInSectors(_) => "write size = \"64M\"".to_owned(),
+            Self::NotInSectors { key, .. } => format!("write {key} = \"64M\""),
             Self::BadBlockSize(_) => "write 512, 1024, 2048 or 4096".to_owned(),
             Self::BadSerial(_) => "write serial = \"vm0-root\"".to_owned(),
             Self::BadModel(_) => "write ssd = \"ref-4x250\"".to_owned(),

@@ -356,7 +356,7 @@ fn each_fault_is_named_with_its_line_and_a_hint() {
         ("path = \"/img/a\", ", "", 24, "needs the key `path`"),
         ("lock = \"session\"", "size = 512", 24, "needs the key `offset`"),
         ("lock = \"session\"", "offset = 512", 24, "needs the key `size`"),
-        ("lock = \"session\"", "offset = 1, size = 512", 24, "size 1 is no multiple of 512"),
+        ("lock = \"session\"", "offset = 1, size = 512", 24, "offset 1 is no multiple of 512"),
         ("lock = \"session\"", "seed = 1", 24, "has no key `seed`"),
         ("lock = \"session\"", "poll = true", 24, "has no key `poll`"),
         ("lock = \"session\"", "format = \"qcow2\"", 24, "unknown variant `qcow2`"),
