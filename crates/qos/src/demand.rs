@@ -8,7 +8,8 @@
 //! not answer is content: it is left alone, each time for twice as long, unless what it asks for changes.
 //!
 //! A class that has requests under way nearly all the time can hardly ask for less than it could, so it
-//! is given way to without an experiment, for as long as its rate then comes about.
+//! is given way to without an experiment, for as long as its rate then comes about. If it asks for clearly more
+//! from then on, that is an answer as well.
 
 use crate::depth::MAX_FALL;
 use crate::experiment::{Epoch, Findings, Pairs};
@@ -27,6 +28,9 @@ const BUSY: f64 = 0.75;
 const COMES_ABOUT: f64 = 0.975;
 /// Background gives way by so many times the part of the rate that is short.
 const FALL: f64 = 4.0;
+/// A busy class that asks for so much more of its rate since background gives way to it answers, if that is more than the
+/// standard deviation of as many independent requests as the rate has in an epoch.
+const GAIN: f64 = 0.1;
 /// A class that was short of its rate and came to it again so often, as background gave way, goes on being found to
 /// answer.
 const RECOVERIES: u32 = 2;
@@ -81,6 +85,8 @@ pub(crate) struct Demand {
     doublings: u32,
     /// How often in a row the class was found to answer; a finding that is beyond doubt counts twice.
     answers: u32,
+    /// What the class asked for when background began to give way to it without an experiment, as a part of its rate.
+    given_way_at: Option<f64>,
     /// The class was short of its rate when it was last looked at.
     was_short: bool,
     /// How often it has come to its rate again since it was found to answer.
@@ -213,8 +219,16 @@ impl Demand {
         if !is_short || self.recent >= goal * COMES_ABOUT {
             self.satisfied = epoch.end;
         }
+        let gain = self.recent - self.given_way_at.unwrap_or(self.recent);
+        if gain > GAIN.max(request.sqrt()) && matches!(self.finding, Finding::None) {
+            self.answer(1.0, epoch.end.saturating_add(KEEP_NS), epoch.end);
+            self.answers = self.answers.max(1);
+        }
         let mut look = self.look(epoch, is_short, busy);
         if let Wants::Less(_) = look.wants {
+            if matches!(self.finding, Finding::None) {
+                self.given_way_at.get_or_insert(asked.max(self.recent));
+            }
             // A single epoch may be low by chance, and the average still is while the rate already comes about.
             let short = goal * (1.0 - TOLERANCE) - asked.max(self.recent);
             let fall = (short * FALL * 1000.0).clamp(0.0, f64::from(MAX_FALL)) as u32;
@@ -243,6 +257,7 @@ impl Demand {
                     && (epoch.may_try || self.answers > 0 && epoch.has_background)
                 {
                     self.finding = Finding::Tried(Pairs::default());
+                    self.given_way_at = None;
                     look.is_tried = true;
                 }
             }
@@ -270,7 +285,8 @@ impl Demand {
                     self.finding = Finding::None;
                 }
             }
-            Finding::None | Finding::Tried(_) | Finding::Content { .. } => {}
+            Finding::None => self.given_way_at = None,
+            Finding::Tried(_) | Finding::Content { .. } => {}
         }
         if let Wants::Less(_) = look.wants {
             self.recovers = now.saturating_add(epoch.recovery);
@@ -278,22 +294,32 @@ impl Demand {
         look
     }
 
+    /// Background gives way to the class until then whenever it is short of this part of its rate.
+    fn answer(&mut self, most: f64, until: u64, now: u64) {
+        (self.satisfied, self.was_short, self.recoveries) = (now, false, 0);
+        self.given_way_at = None;
+        self.finding = Finding::Answers { most, until };
+    }
+
     fn conclude(&mut self, findings: &Findings, now: u64) {
         let until = now.saturating_add(KEEP_NS << self.doublings);
         self.doublings = (self.doublings + 1).min(MAX_DOUBLINGS);
         let &Findings { answers, is_clear, withheld, as_is, error, deviation } = findings;
         self.missing = 0.0;
-        self.finding = if answers {
-            (self.satisfied, self.was_short, self.recoveries) = (now, false, 0);
+        let has_its_rate = as_is >= COMES_ABOUT;
+        if answers {
             self.answers += 1 + u32::from(is_clear);
-            Finding::Answers { most: (withheld + 2.0 * error).min(1.0), until }
-        } else if as_is >= COMES_ABOUT {
-            // Another class has been given way to meanwhile.
+        }
+        // One that answered before, and has its rate because another class is given way to meanwhile, has not shown
+        // that it would not answer.
+        if answers || has_its_rate && self.answers > 0 {
+            self.answer((withheld + 2.0 * error).min(1.0), until, now);
+        } else if has_its_rate {
             self.satisfied = now;
-            Finding::None
+            self.finding = Finding::None;
         } else {
             (self.satisfied, self.answers) = (0, 0);
-            Finding::Content { had: as_is, since: as_is, deviation, until }
-        };
+            self.finding = Finding::Content { had: as_is, since: as_is, deviation, until };
+        }
     }
 }

@@ -19,6 +19,9 @@ pub(crate) enum Load {
     Backlogged { depth: u32, bytes: u64 },
     /// One request at a time, and a time of the guest's own between the end of one and the next.
     Thinking { between: Between, bytes: u64 },
+    /// One request at a time, each due so long after the one before and not before a time of the guest's own has passed
+    /// since that one's end; it catches up.
+    Task { every: Nanos, between: Between, bytes: u64 },
     /// Whatever becomes of those before: as independent arrivals do.
     Independent { every: Nanos, bytes: u64 },
 }
@@ -31,12 +34,22 @@ pub(crate) enum Between {
     Exponential(Nanos),
 }
 
+impl Between {
+    fn draw(self, random: &mut Pcg64Mcg) -> Nanos {
+        match self {
+            Self::Constant(time) => time,
+            Self::Exponential(mean) => exponential(mean, random),
+        }
+    }
+}
+
 impl Load {
     const fn bytes(self) -> u64 {
         match self {
             Self::Paced { bytes, .. }
             | Self::Backlogged { bytes, .. }
             | Self::Thinking { bytes, .. }
+            | Self::Task { bytes, .. }
             | Self::Independent { bytes, .. } => bytes,
         }
     }
@@ -215,21 +228,20 @@ impl World {
     fn end(&mut self, ticket: u64, now: Nanos) {
         let (running, client, arrived, bytes) = self.running.remove(&ticket).expect("it runs");
         self.scheduler.complete(running, now);
+        let after = now.saturating_add(self.lag);
         let of = &mut self.clients[client];
         of.outcome.responses.push(now.saturating_sub(arrived));
         of.outcome.bytes += bytes;
         let next = match of.load {
             Load::Paced { every, .. } => {
                 of.due = of.due.saturating_add(every);
-                of.due.max(now.saturating_add(self.lag))
+                of.due.max(after)
             }
-            Load::Backlogged { .. } => now.saturating_add(self.lag),
-            Load::Thinking { between, .. } => {
-                let between = match between {
-                    Between::Constant(time) => time,
-                    Between::Exponential(mean) => exponential(mean, &mut self.random),
-                };
-                now.saturating_add(self.lag).saturating_add(between)
+            Load::Backlogged { .. } => after,
+            Load::Thinking { between, .. } => after.saturating_add(between.draw(&mut self.random)),
+            Load::Task { every, between, .. } => {
+                of.due = of.due.saturating_add(every);
+                of.due.max(after.saturating_add(between.draw(&mut self.random)))
             }
             Load::Independent { .. } => return,
         };
