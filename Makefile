@@ -27,10 +27,10 @@ build: ## Build the release binaries; installs nothing (make setup does)
 	cargo build --release --locked $(BINARIES)
 
 install: ## Install what was built on this system, or below DESTDIR (root)
-	@scripts/install $(DESTDIR)
+	@scripts/install "$(DESTDIR)"
 
 uninstall: ## Stop the services, put every knob back and remove what make install has installed (root)
-	@scripts/install --uninstall $(DESTDIR)
+	@scripts/install --uninstall "$(DESTDIR)"
 
 deb: build ## Debian packages in target/deb: rtvirtio, and rtvirtio-lab
 	@scripts/deb $(TARGET)/deb
@@ -60,8 +60,8 @@ demo: ## Baselines and rtvirtio side by side on a scratch disk: 3 min after the 
 	@echo "demo: some 10 min on 2 cores with the build, 3 min without"
 	@scripts/setup run
 	@case "$$(ls /dev/kvm 2>/dev/null) $(DEMO_FLAGS)" in \
-		*--guests\ cgroup*) ;; \
-		/dev/kvm*|*--guests\ qemu*) scripts/guest $(GUEST) || echo "demo: without guests" ;; esac
+		*--guests[=\ ]cgroup*) ;; \
+		/dev/kvm*|*--guests[=\ ]qemu*) scripts/guest $(GUEST) || echo "demo: without guests" ;; esac
 	cargo build --release --locked -p rtvirtio -p rtvirtio-lab
 	$(RTVIRTIO)-lab demo --guest-image $(GUEST) $(DEMO_FLAGS)
 

@@ -4,7 +4,7 @@
 #![no_main]
 
 use libfuzzer_sys::{arbitrary, fuzz_target};
-use rtvirtio_frames::ethernet::{ARP, HEADER_BYTES, Head, Mac, is_group, is_link_local};
+use rtvirtio_frames::ethernet::{ARP, HEADER_BYTES, Head, MAX_HEAD_BYTES, Mac, TAG_BYTES, is_group, is_link_local};
 use rtvirtio_frames::forwarding::{
     Destination, Egress, Forwarding, LastFrame, Origin, Port, Refused, Vlans,
 };
@@ -116,9 +116,15 @@ impl Facts {
         let number = |at: usize| u16::from_be_bytes([byte(at), byte(at + 1)]);
         let mac = |at: usize| -> Mac { std::array::from_fn(|i| byte(at + i)) };
         let tag = matches!(number(12), 0x8100 | 0x88a8).then(|| number(14));
-        // What it carries begins behind the tag.
-        let (kind, payload) = if tag.is_some() { (number(16), 18) } else { (number(12), 14) };
-        let arp = (kind == ARP).then(|| mac(payload + 8));
+        // What it carries begins behind its tags. Nobody is the sender of what is not looked at.
+        let (mut kind, mut payload) = (number(12), 14);
+        while matches!(kind, 0x8100 | 0x88a8) && payload <= MAX_HEAD_BYTES {
+            kind = number(payload + 2);
+            payload += TAG_BYTES;
+        }
+        let is_arp = kind == ARP || payload > MAX_HEAD_BYTES;
+        let is_read = payload + 14 <= MAX_HEAD_BYTES;
+        let arp = is_arp.then(|| if is_read { mac(payload + 8) } else { [0; 6] });
         Self { to: mac(0), from: mac(6), tag, arp }
     }
 }

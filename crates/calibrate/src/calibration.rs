@@ -30,8 +30,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result, ensure};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Tier};
-use rtvirtio_cli::input;
 use rtvirtio_cli::progress::{Progress, human};
+use rtvirtio_cli::{input, output};
 use rtvirtio_host::HostError;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_model::conformal;
@@ -594,7 +594,7 @@ pub fn summary(profile: &Profile) -> String {
         let tail = worst.map_or("too few requests".to_owned(), |t| t.to_string());
         text += &format!("          {:>3}  {writer:<10}  {tail:>24}  {}\n", p.vms, p.scheduler);
     }
-    text
+    output::visible(&text)
 }
 
 /// Whether a probe could not be made because the kernel does not have its scheduler.

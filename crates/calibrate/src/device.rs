@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::fs::{File, OpenOptions};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
@@ -28,10 +28,46 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Where the kernel lists whole disks.
 const SYS_BLOCK: &str = "/sys/block";
 
+/// Where the kernel lists disks and partitions by their numbers.
+const SYS_DEV_BLOCK: &str = "/sys/dev/block";
+
+/// Claims all that a calibration changes of a device that it has to itself: of a partition it is the whole disk, whose
+/// scheduler and limits probes set, so that nobody may use another partition.
+///
+/// # Errors
+/// As [`claim`].
+pub fn claim_disk(device: &Path) -> Result<File> {
+    let metadata = std::fs::metadata(device)?;
+    let is_block = metadata.file_type().is_block_device();
+    let disk = is_block.then(|| disk_of_partition(Path::new(SYS_DEV_BLOCK), metadata.rdev()));
+    let Some(disk) = disk.flatten() else { return claim(device) };
+    claim(&disk).with_context(|| {
+        format!(
+            "{} is a partition, and probes change the scheduler of all of {} (beside its other users: calibrate --in)",
+            device.display(),
+            disk.display()
+        )
+    })
+}
+
+/// The node of the disk that a partition lies on; `None`: it is no partition.
+fn disk_of_partition(sys_dev_block: &Path, number: u64) -> Option<PathBuf> {
+    let partition = std::fs::canonicalize(sys_dev_block.join(name_of(number))).ok()?;
+    let disk = partition.join("partition").exists().then(|| partition.parent())??;
+    // sysfs has `!` for the `/` of names such as cciss/c0d0.
+    Some(Path::new("/dev").join(disk.file_name()?.to_str()?.replace('!', "/")))
+}
+
+/// A device's name in [`SYS_DEV_BLOCK`].
+fn name_of(number: u64) -> String {
+    format!("{}:{}", libc::major(number), libc::minor(number))
+}
+
 /// Opens a block device exclusively: fails while it is mounted, or otherwise in use.
 ///
 /// A VM's QEMU opens its disk without `O_EXCL`, and so does the kernel for a loop device. So no process may
-/// have it open, nor a partition of it, nor the disk that it is a partition of, and no loop device may lie there.
+/// have it open, nor a partition of it, nor the disk that it is a partition of, nor the disk's generic device, through which
+/// a VM may be given all of it; and no loop device may lie there.
 ///
 /// # Errors
 /// With the remedy.
@@ -44,13 +80,15 @@ pub fn claim(device: &Path) -> Result<File> {
         .custom_flags(libc::O_EXCL)
         .open(device)
         .with_context(|| format!("{} is in use (mounted?)", device.display()))?;
+    let entry = Path::new(SYS_DEV_BLOCK).join(name_of(metadata.rdev()));
+    ensure!(!is_read_only(&entry), "{} is read-only, and would be written to", device.display());
     // A scratch disk's server has it open.
     if is_scratch(device) {
         return Ok(claimed);
     }
-    let numbers = overlapping(metadata.rdev());
+    let numbers = overlapping(Path::new(SYS_DEV_BLOCK), metadata.rdev());
     let end = Instant::now() + PATIENCE;
-    let user = || user_of(&numbers).or_else(|| loop_on(Path::new(SYS_BLOCK), &numbers));
+    let user = || user_of(&numbers).or_else(|| loop_on(Path::new(SYS_BLOCK), &numbers.block));
     while let Some(user) = user() {
         ensure!(Instant::now() < end, "{} is in use: {user}", device.display());
         std::thread::sleep(Duration::from_millis(100));
@@ -58,30 +96,53 @@ pub fn claim(device: &Path) -> Result<File> {
     Ok(claimed)
 }
 
-/// The numbers of a device, of its partitions, and of the disk that it is a partition of.
-fn overlapping(number: u64) -> BTreeSet<u64> {
-    let name = format!("{}:{}", libc::major(number), libc::minor(number));
+/// Whether the kernel lets nobody write to a disk or partition.
+fn is_read_only(entry: &Path) -> bool {
+    std::fs::read_to_string(entry.join("ro")).is_ok_and(|text| text.trim() == "1")
+}
+
+/// The numbers of all devices through which the data of one is reached.
+#[derive(Debug, PartialEq)]
+struct Numbers {
+    /// Of the device, of its partitions, and of the disk that it is a partition of.
+    block: BTreeSet<u64>,
+    /// Of the disk's generic devices, which take commands past the block layer and its claims: `/dev/sg0` and
+    /// `/dev/ng0n1` are character devices.
+    generic: BTreeSet<u64>,
+}
+
+fn overlapping(sys_dev_block: &Path, number: u64) -> Numbers {
     let read = |directory: &Path| {
         let text = std::fs::read_to_string(directory.join("dev")).ok()?;
         let (major, minor) = text.trim().split_once(':')?;
         Some(libc::makedev(major.parse().ok()?, minor.parse().ok()?))
     };
-    let mut numbers = BTreeSet::from([number]);
-    let Ok(directory) = std::fs::canonicalize(Path::new("/sys/dev/block").join(name)) else {
+    let below = |directory: &Path| {
+        let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+        entries.map(|entry| entry.path())
+    };
+    let mut numbers = Numbers { block: BTreeSet::from([number]), generic: BTreeSet::new() };
+    let Ok(directory) = std::fs::canonicalize(sys_dev_block.join(name_of(number))) else {
         return numbers;
     };
-    if directory.join("partition").exists() {
-        numbers.extend(directory.parent().and_then(read));
-    }
-    let entries = std::fs::read_dir(&directory).into_iter().flatten().flatten();
-    let partitions =
-        entries.map(|entry| entry.path()).filter(|path| path.join("partition").exists());
-    numbers.extend(partitions.filter_map(|path| read(&path)));
+    let is_partition = directory.join("partition").exists();
+    let disk = directory.parent().filter(|_| is_partition);
+    numbers.block.extend(disk.and_then(read));
+    let disk = disk.unwrap_or(&directory);
+    let partitions = below(&directory).filter(|path| path.join("partition").exists());
+    numbers.block.extend(partitions.filter_map(|path| read(&path)));
+    let of_scsi = below(&disk.join("device/scsi_generic"));
+    numbers.generic.extend(of_scsi.filter_map(|path| read(&path)));
+    // ng0n1 lies beside nvme0n1.
+    let name = disk.file_name().and_then(OsStr::to_str);
+    let of_nvme = name.and_then(|name| name.strip_prefix("nvme"));
+    let of_nvme = of_nvme.map(|rest| disk.with_file_name(format!("ng{rest}")));
+    numbers.generic.extend(of_nvme.and_then(|path| read(&path)));
     numbers
 }
 
 /// A process other than this one that has one of the devices open, in words.
-fn user_of(numbers: &BTreeSet<u64>) -> Option<String> {
+fn user_of(numbers: &Numbers) -> Option<String> {
     let own = std::process::id();
     let processes = std::fs::read_dir("/proc").ok()?.flatten();
     let ids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -92,7 +153,9 @@ fn user_of(numbers: &BTreeSet<u64>) -> Option<String> {
             // Nothing else is touched: to stat a file of a network's dead server takes for ever.
             std::fs::read_link(&path).is_ok_and(|target| target.starts_with("/dev"))
                 && std::fs::metadata(&path).is_ok_and(|metadata| {
-                    metadata.file_type().is_block_device() && numbers.contains(&metadata.rdev())
+                    let (kind, number) = (metadata.file_type(), metadata.rdev());
+                    (kind.is_block_device() && numbers.block.contains(&number))
+                        || (kind.is_char_device() && numbers.generic.contains(&number))
                 })
         });
         let name = || std::fs::read_to_string(process.join("comm")).unwrap_or_default();
@@ -131,6 +194,50 @@ mod tests {
     use std::io::Write as _;
 
     use super::*;
+
+    #[test]
+    fn disk_is_reached_by_its_partitions_and_its_generic_devices() {
+        let sys = tempfile::tempdir().unwrap();
+        let put = |path: &str, text: &str| {
+            let path = sys.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        for (path, number) in [
+            ("nvme0/nvme0n1", "259:0"),
+            ("nvme0/nvme0n1/nvme0n1p1", "259:1"),
+            ("nvme0/ng0n1", "240:0"),
+            ("nvme0/ng0n2", "240:1"),
+            ("host0/sda", "8:0"),
+            ("host0/sda/device/scsi_generic/sg3", "21:3"),
+        ] {
+            put(&format!("{path}/dev"), &format!("{number}\n"));
+        }
+        put("nvme0/nvme0n1/nvme0n1p1/partition", "1\n");
+        put("host0/sda/ro", "1\n");
+        let by_number = sys.path().join("dev");
+        std::fs::create_dir(&by_number).unwrap();
+        for (name, path) in
+            [("259:0", "nvme0/nvme0n1"), ("259:1", "nvme0/nvme0n1/nvme0n1p1"), ("8:0", "host0/sda")]
+        {
+            std::os::unix::fs::symlink(sys.path().join(path), by_number.join(name)).unwrap();
+        }
+        let found = |major, minor| overlapping(&by_number, libc::makedev(major, minor));
+        let numbers = |of: &[(u32, u32)]| {
+            of.iter().map(|&(major, minor)| libc::makedev(major, minor)).collect::<BTreeSet<u64>>()
+        };
+        let nvme = Numbers { block: numbers(&[(259, 0), (259, 1)]), generic: numbers(&[(240, 0)]) };
+        assert_eq!(found(259, 0), nvme);
+        assert_eq!(found(259, 1), nvme);
+        let scsi = Numbers { block: numbers(&[(8, 0)]), generic: numbers(&[(21, 3)]) };
+        assert_eq!(found(8, 0), scsi);
+        let gone = Numbers { block: numbers(&[(8, 16)]), generic: BTreeSet::new() };
+        assert_eq!(found(8, 16), gone);
+        let disk = |major, minor| disk_of_partition(&by_number, libc::makedev(major, minor));
+        assert_eq!(disk(259, 1), Some("/dev/nvme0n1".into()));
+        assert_eq!((disk(259, 0), disk(8, 0), disk(8, 16)), (None, None, None));
+        assert!(is_read_only(&by_number.join("8:0")) && !is_read_only(&by_number.join("259:0")));
+    }
 
     #[test]
     fn loop_device_is_found_by_the_number_of_what_it_lies_on() {

@@ -10,7 +10,7 @@
 //!   After each probe the disk is left to them for as long as the share says.
 
 use std::fs::File;
-use std::io::{Seek as _, SeekFrom, Write as _};
+use std::io::{self, Seek as _, SeekFrom, Write as _};
 use std::os::fd::AsRawFd as _;
 use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
@@ -175,11 +175,11 @@ impl WorkFile {
     /// The filesystem does no direct I/O, has no room, or the user interrupts.
     fn fill(&self, share: Option<f64>, interrupted: &Interrupted) -> Result<()> {
         let piece_size = if share.is_some() { SMALL_PIECE } else { PIECE };
-        let direct = File::options()
-            .write(true)
-            .custom_flags(libc::O_DIRECT)
-            .open(self.path())
-            .context("open it for direct I/O, which this filesystem does not do")?;
+        let opened = File::options().write(true).custom_flags(libc::O_DIRECT).open(self.path());
+        let direct = opened.map_err(|error| {
+            let what = not_opened(error.kind());
+            anyhow::Error::from(error).context(what)
+        })?;
         // Aligned within a buffer that is longer; not zeroes, which some disks do not store.
         let mut buffer = vec![0_u8; PIECE + ALIGNMENT];
         let start = buffer.as_ptr().align_offset(ALIGNMENT);
@@ -211,6 +211,15 @@ impl WorkFile {
     }
 }
 
+/// What is said of a file or volume that cannot be opened for direct I/O.
+const fn not_opened(kind: io::ErrorKind) -> &'static str {
+    match kind {
+        // open(2)
+        io::ErrorKind::InvalidInput => "open it for direct I/O, which this filesystem does not do",
+        _ => "open what is measured, to write it",
+    }
+}
+
 /// Waits so that work of this length has had `share` of the time.
 fn rest(worked: Duration, share: f64, interrupted: &Interrupted) -> Result<(), InterruptedError> {
     wait(worked.mul_f64(1.0 / share - 1.0), interrupted)
@@ -219,7 +228,7 @@ fn rest(worked: Duration, share: f64, interrupted: &Interrupted) -> Result<(), I
 /// How a disk in use is measured.
 #[derive(Debug, Clone)]
 pub struct Manners {
-    /// The share of the disk's time that is taken while others use it, above 0 and up to 1.
+    /// The share of the disk's time that is taken while others use it, 0.001 to 1.
     pub share: f64,
     /// How many times its normal the tail of a neighbour without a target may be.
     pub tolerated: f64,
@@ -290,7 +299,10 @@ impl DiskInUse {
                 events.push(format!("users of the disk other than VMs are not watched: {error}"))
             }
         }
+        let mut progress = Progress::new(1, NORMAL);
+        progress.start("calibrate: watching those who use the disk", NORMAL);
         neighbours.watch(NORMAL, interrupted)?;
+        drop(progress);
         file.fill(neighbours.load().map(|_| share), interrupted)?;
         let state = Mutex::new(State { others: neighbours.load(), neighbours, stopped: 0 });
         Ok(Self { testbed, file, scheduler, share, state })
@@ -487,6 +499,15 @@ mod tests {
         );
         let missing = Location::find(&directory.path().join("missing")).unwrap_err().to_string();
         assert!(missing.contains("missing"), "{missing}");
+    }
+
+    #[test]
+    fn filesystem_is_blamed_for_what_is_its_fault_alone() {
+        let said = |error: i32| not_opened(io::Error::from_raw_os_error(error).kind());
+        assert!(said(libc::EINVAL).contains("this filesystem does not do"));
+        for error in [libc::EACCES, libc::EPERM, libc::EROFS, libc::EMFILE] {
+            assert!(!said(error).contains("filesystem"), "{error}");
+        }
     }
 
     #[test]

@@ -309,6 +309,12 @@ impl Output {
         };
         match there {
             Some(kind) if kind.is_symlink() => {
+                // What a descriptor of this process is (`/dev/stdout`, `>(…)`) has a name only if it is a file: a pipe is
+                // to be had by the link alone.
+                let behind = std::fs::metadata(path).map(|behind| behind.file_type());
+                if behind.is_ok_and(|kind| kind.is_char_device() || kind.is_fifo()) {
+                    return Ok(Self::Stream(path.to_owned()));
+                }
                 let target = std::fs::canonicalize(path)
                     .with_context(|| format!("{} is a link that leads nowhere", path.display()))?;
                 Self::find(&target)
@@ -466,6 +472,7 @@ pub fn print_json<T: serde::Serialize>(value: &T) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
+    use std::os::fd::AsRawFd as _;
 
     use super::*;
 
@@ -505,6 +512,18 @@ mod tests {
         assert!(check_output(Path::new("")).is_err());
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 4);
         assert_eq!(std::fs::read_to_string(at("file")).unwrap(), "before");
+    }
+
+    #[test]
+    fn pipe_that_has_no_name_is_written_through_its_descriptor() {
+        let (mut reader, writer) = io::pipe().unwrap();
+        let path = PathBuf::from(format!("/proc/self/fd/{}", writer.as_raw_fd()));
+        check_output(&path).unwrap();
+        write(&path, "profile").unwrap();
+        drop(writer);
+        let mut text = String::new();
+        reader.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "profile");
     }
 
     #[test]

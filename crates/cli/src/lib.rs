@@ -185,9 +185,9 @@ pub fn is_of_user(error: &anyhow::Error) -> bool {
 
 /// Prints an error with its causes, each once, and a hint if there is one.
 pub fn report_error(error: &anyhow::Error) {
-    eprintln!("error: {error:#}");
+    eprintln!("error: {}", output::visible(&format!("{error:#}")));
     if let Some(hint) = error.chain().find_map(hint) {
-        eprintln!("hint: {hint}");
+        eprintln!("hint: {}", output::visible(&hint));
     }
 }
 

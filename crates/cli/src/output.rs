@@ -77,6 +77,21 @@ fn note(result: io::Result<()>) {
     }
 }
 
+/// A text as a terminal may have it: of what it would obey, but for tabs and the ends of lines, there is the escape. Names
+/// and files are written by others.
+#[must_use]
+pub fn visible(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() && !matches!(c, '\n' | '\t') {
+            shown.extend(c.escape_debug());
+        } else {
+            shown.push(c);
+        }
+    }
+    shown
+}
+
 /// To standard output.
 pub fn print(text: fmt::Arguments<'_>) {
     note(io::stdout().lock().write_fmt(text));
@@ -91,4 +106,15 @@ pub fn complain(text: fmt::Arguments<'_>) {
 pub fn line(text: &str) {
     let mut out = io::stdout().lock();
     note(writeln!(out, "{text}").and_then(|()| out.flush()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_terminal_would_obey_is_shown_by_its_escape() {
+        let text = "disk é\t1\n\u{1b}[2J\r\u{7f}\u{9b}";
+        assert_eq!(visible(text), "disk é\t1\n\\u{1b}[2J\\r\\u{7f}\\u{9b}");
+    }
 }

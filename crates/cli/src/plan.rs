@@ -4,8 +4,8 @@ use comfy_table::{CellAlignment, Table, presets};
 use rtvirtio_spec::plan::Plan;
 use rtvirtio_spec::settings::Scheduler;
 
-use crate::iothreads;
 pub use crate::iothreads::start_with;
+use crate::{iothreads, output};
 
 /// A plan for people: changes, promises, cost, what is unmet and why.
 #[must_use]
@@ -97,7 +97,7 @@ pub fn describe(plan: &Plan) -> String {
             text += &format!("  {}/{}: {reason}\n", t.vm, t.task);
         }
     }
-    text
+    output::visible(&text)
 }
 
 /// A table without rules.

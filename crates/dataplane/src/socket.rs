@@ -140,7 +140,7 @@ impl Socket {
     /// Sends what is left of the last frame.
     ///
     /// # Errors
-    /// [`Errno::AGAIN`]: the socket takes no more now. Others: there is no peer.
+    /// [`is_temporary`]: the socket takes no more now. Others: there is no peer.
     pub(crate) fn flush(&self, outgoing: &mut Outgoing) -> Result<(), Errno> {
         while outgoing.at < outgoing.rest.len() {
             let rest = &outgoing.rest[outgoing.at..];
@@ -282,6 +282,28 @@ impl AsFd for Socket {
     }
 }
 
+/// Whether a socket that takes nothing now may take it later. Half a frame that is given up makes the peer take what follows for the
+/// rest, so this is done only where there is no peer.
+pub(crate) const fn is_temporary(errno: Errno) -> bool {
+    // The kernel has no memory for it at the moment, or the limit of the control group is reached.
+    matches!(errno, Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM)
+}
+
 fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rest_of_a_frame_is_given_up_only_without_a_peer() {
+        for errno in [Errno::AGAIN, Errno::NOBUFS, Errno::NOMEM] {
+            assert!(is_temporary(errno), "{errno}");
+        }
+        for errno in [Errno::PIPE, Errno::CONNRESET, Errno::NOTCONN] {
+            assert!(!is_temporary(errno), "{errno}");
+        }
+    }
 }

@@ -30,6 +30,7 @@ use crossbeam_queue::ArrayQueue;
 use rtvirtio_frames::ethernet::Head;
 use rtvirtio_frames::forwarding::{Destination, Egress, Forwarding, MAX_PORTS, Origin, Port};
 use rtvirtio_frames::header::Header;
+use rtvirtio_frames::limit::{Limit, Rate};
 use rtvirtio_spec::serve::MAX_PAIRS;
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::ring::Chain;
@@ -37,12 +38,14 @@ use rustix::fd::{AsFd, BorrowedFd};
 
 mod wakeup;
 
-use wakeup::Wakeup;
+use wakeup::{ToWake, Wakeup};
 
 /// Batches that wait for a receive queue.
 const INBOX_BATCHES: usize = 256;
 /// Frames of a transmit queue that are on their way: more than a turn has, and few enough for a CPU's cache.
 const OUTBOX_FRAMES: usize = 256;
+/// How far ahead of its rate a sender of broadcasts may be, ns: what a guest sends that starts.
+const BROADCAST_BURST_NS: u64 = 100_000_000;
 
 /// A frame on its way. With its slot's counter, what comes before `head` lies in one cache line, which is all that is
 /// looked at when it goes back to its ring.
@@ -109,6 +112,8 @@ impl Slot {
 struct Outbox {
     /// In the order of its ring, round and round.
     slots: Box<[Slot]>,
+    /// On frames to more than one port. It outlives the queue: a driver that resets its device is to have no other burst.
+    broadcast: Arc<Limit>,
     wakeup: Wakeup,
     is_claimed: AtomicBool,
 }
@@ -163,7 +168,8 @@ struct Pair {
 }
 
 impl Pair {
-    fn new() -> rustix::io::Result<Self> {
+    fn new(max_broadcast: f64) -> rustix::io::Result<Self> {
+        let rate = Rate { frames: Some(max_broadcast), bits: None, burst: BROADCAST_BURST_NS };
         let inbox = Inbox {
             batches: ArrayQueue::new(INBOX_BATCHES),
             is_open: AtomicBool::new(false),
@@ -173,6 +179,7 @@ impl Pair {
         };
         let outbox = Outbox {
             slots: (0..OUTBOX_FRAMES).map(|_| Slot::default()).collect(),
+            broadcast: Arc::new(Limit::new(rate)),
             wakeup: Wakeup::new()?,
             is_claimed: AtomicBool::new(false),
         };
@@ -209,9 +216,9 @@ impl Queues {
     }
 
     /// Makes what a port of so many pairs lacks.
-    fn grow(&self, pairs: u16) -> rustix::io::Result<()> {
+    fn grow(&self, pairs: u16, max_broadcast: f64) -> rustix::io::Result<()> {
         for pair in self.pairs.iter().take(pairs.into()).filter(|pair| pair.get().is_none()) {
-            let made = Arc::new(Pair::new()?);
+            let made = Arc::new(Pair::new(max_broadcast)?);
             pair.get_or_init(|| made);
         }
         Ok(())
@@ -300,7 +307,7 @@ impl Switch {
         let mut ports = (0..).zip(&self.ports);
         let (number, queues) =
             ports.find(|(_, queues)| queues.are_free()).ok_or(PortError::TooMany)?;
-        queues.grow(pairs)?;
+        queues.grow(pairs, self.max_broadcast)?;
         queues.count.store(pairs, Relaxed);
         queues.since.store(view.version.saturating_add(1), Relaxed);
         self.change(&view, number, Some(port));
@@ -410,18 +417,6 @@ impl Switch {
     }
 }
 
-/// Ports that are to be woken when a turn ends: once each, however many frames there were.
-#[derive(Debug, Default)]
-struct ToWake(Vec<u16>);
-
-impl ToWake {
-    fn note(&mut self, port: u16) {
-        if self.0.last() != Some(&port) && !self.0.contains(&port) {
-            self.0.push(port);
-        }
-    }
-}
-
 /// The transmit queue's side of a port's pair.
 #[derive(Debug)]
 pub(crate) struct PortSender {
@@ -437,6 +432,8 @@ pub(crate) struct PortSender {
     count: usize,
     /// What was sent in this turn, by receive queue.
     pending: Vec<Pending>,
+    /// Frames of this turn that were pending, and for which there was no room.
+    lost: u32,
 }
 
 impl PortSender {
@@ -453,11 +450,13 @@ impl PortSender {
             first: 0,
             count: 0,
             pending: Vec::new(),
+            lost: 0,
         })
     }
 
-    pub(crate) fn max_broadcast(&self) -> f64 {
-        self.switch.max_broadcast
+    /// The limit on its frames to more than one port.
+    pub(crate) fn broadcast(&self) -> Arc<Limit> {
+        Arc::clone(&self.own.outbox.broadcast)
     }
 
     /// A turn begins: ports may have come or gone. Nothing is pending.
@@ -494,7 +493,7 @@ impl PortSender {
     pub(crate) fn send(&mut self, destination: Option<Destination>) -> (u32, u32) {
         let place = self.place(self.count);
         self.count += 1;
-        let Self { switch, own, view, port, pair, pending, .. } = self;
+        let Self { switch, own, view, port, pair, pending, lost, .. } = self;
         let slots = &own.outbox.slots;
         let Some(slot) = slots.get(place) else { return (0, 0) };
         // SAFETY: as in `next`; from here on it is only read.
@@ -516,10 +515,10 @@ impl PortSender {
                 // A slot is in one batch at most, and frames keep their order.
                 if let Some(at) = pending.iter().position(|pending| pending.to == to) {
                     let before = pending.swap_remove(at);
-                    refused += u32::from(switch.post(to, before.batch));
+                    *lost += u32::from(switch.post(to, before.batch));
                 }
-                let lost = u32::from(switch.post(to, batch()));
-                (taken, refused) = (taken + 1 - lost, refused + lost);
+                let unposted = u32::from(switch.post(to, batch()));
+                (taken, refused) = (taken + 1 - unposted, refused + unposted);
             }
         };
         match destination {
@@ -554,13 +553,15 @@ impl PortSender {
         (taken, refused)
     }
 
-    /// Has the receivers find what was sent since the last time. Frames for which there was no room.
+    /// Has the receivers find what was sent since the last time. Frames for which there was no room, though [`Self::send`] said that
+    /// they were taken.
     pub(crate) fn post(&mut self) -> u32 {
         let switch = &*self.switch;
-        self.pending
-            .drain(..)
-            .map(|Pending { to, batch, .. }| u32::from(switch.post(to, batch)))
-            .sum()
+        let mut lost = std::mem::take(&mut self.lost);
+        for Pending { to, batch, .. } in self.pending.drain(..) {
+            lost += u32::from(switch.post(to, batch));
+        }
+        lost
     }
 
     /// Whether the oldest frame on its way has arrived.

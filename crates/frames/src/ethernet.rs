@@ -121,14 +121,16 @@ impl Head {
         is_tagged.then(|| self.u16(TYPE + 2))
     }
 
-    /// Where its payload begins and what that is: behind one tag, if it has one.
+    /// Where its payload begins and what that is: behind its tags, if it has any. Linux takes out any number of them whose VLAN is 0.
     #[must_use]
     #[inline]
     pub fn payload(&self) -> (usize, u16) {
-        match self.tag() {
-            Some(_) => (HEADER_BYTES + TAG_BYTES, self.u16(TYPE + TAG_BYTES)),
-            None => (HEADER_BYTES, self.ethertype()),
+        let (mut at, mut kind) = (HEADER_BYTES, self.ethertype());
+        while TAGS.contains(&kind) {
+            kind = self.u16(at + TAG_BYTES - 2);
+            at += TAG_BYTES;
         }
+        (at, kind)
     }
 
     /// Takes its tag out; the control information.
@@ -155,12 +157,12 @@ impl Head {
         (first, self.bytes().get(TYPE..).unwrap_or_default())
     }
 
-    /// The sender's address in an ARP packet (RFC 826), if it is one.
+    /// The sender's address in an ARP packet (RFC 826), if it is one: zeroes, if it is not known because tags are all that was read.
     #[must_use]
     #[inline]
     pub fn arp_sender(&self) -> Option<Mac> {
         let (at, kind) = self.payload();
-        (kind == ARP).then(|| self.array(at + 8))
+        (kind == ARP || at > MAX_HEAD_BYTES).then(|| self.array(at + 8))
     }
 
     /// A number that frames of one flow have in common: by the addresses and ports of TCP and UDP, and else by
@@ -288,14 +290,20 @@ mod tests {
     }
 
     #[test]
-    fn sender_of_arp_is_found_behind_a_tag_too() {
+    fn sender_of_arp_is_found_behind_tags_too() {
         let mut arp = vec![0; 28];
         arp[8..14].copy_from_slice(&[2, 0, 0, 0, 0, 9]);
         let expected = Some([2, 0, 0, 0, 0, 9]);
         assert_eq!(Head::new(&frame(ARP, &arp)).unwrap().arp_sender(), expected);
         let tagged = [&[0, 7, 8, 6], &arp[..]].concat();
         assert_eq!(Head::new(&frame(0x8100, &tagged)).unwrap().arp_sender(), expected);
+        let twice = [&[0, 0, 0x88, 0xa8][..], &tagged[..]].concat();
+        assert_eq!(Head::new(&frame(0x8100, &twice)).unwrap().arp_sender(), expected);
         assert_eq!(Head::new(&frame(IPV4, &arp)).unwrap().arp_sender(), None);
+        // ARP behind more tags than are looked at has a sender that nobody is.
+        let tags = [[0_u8, 0, 0x81, 0]; 13].concat();
+        assert_eq!(Head::new(&frame(0x8100, &tags)).unwrap().arp_sender(), Some([0; 6]));
+        assert_eq!(Head::new(&frame(0x8100, &tags[..40])).unwrap().arp_sender(), None);
     }
 
     proptest! {

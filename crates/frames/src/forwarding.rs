@@ -348,6 +348,8 @@ struct Learned {
     entries: Box<[Entry]>,
     /// How many there are of each port, those that are too old among them.
     counts: Box<[AtomicU32]>,
+    /// The second in which those of each port were last looked through for some that are too old.
+    aged: Box<[AtomicU32]>,
 }
 
 const fn seen(port: u16, now: u32) -> u64 {
@@ -365,6 +367,7 @@ impl Learned {
         Self {
             entries: (0..ENTRIES).map(|_| Entry::default()).collect(),
             counts: (0..MAX_PORTS).map(|_| AtomicU32::new(0)).collect(),
+            aged: (0..MAX_PORTS).map(|_| AtomicU32::new(0)).collect(),
         }
     }
 
@@ -412,8 +415,7 @@ impl Learned {
         }
         let Some((entry, found, before)) = place else { return };
         let is_own = found != 0 && before as u16 == port;
-        let is_full = self.count(port).is_none_or(|count| count.load(Relaxed) >= MAX_LEARNED);
-        if is_full && !is_own {
+        if !is_own && self.is_full(port, now) {
             return;
         }
         if found == 0 {
@@ -425,6 +427,32 @@ impl Learned {
         } else {
             self.replace(entry, before as u16, key, now_seen);
         }
+    }
+
+    /// Whether a port has all its places, of which addresses that are too old keep none. They are looked for once a second at most:
+    /// a guest may send under a new address with each frame.
+    fn is_full(&self, port: u16, now: u32) -> bool {
+        let (Some(count), Some(aged)) = (self.count(port), self.aged.get(usize::from(port))) else {
+            return true;
+        };
+        if count.load(Relaxed) < MAX_LEARNED {
+            return false;
+        }
+        if now.wrapping_sub(aged.load(Relaxed)) as i32 <= 0 {
+            return true;
+        }
+        aged.store(now, Relaxed);
+        let mut kept = 0;
+        for entry in &self.entries {
+            let (key, seen) = (entry.key.load(Relaxed), entry.seen.load(Relaxed));
+            if key != 0 && seen as u16 == port {
+                let is_gone = is_old(seen, now)
+                    && entry.key.compare_exchange(key, 0, Relaxed, Relaxed).is_ok();
+                kept += u32::from(!is_gone);
+            }
+        }
+        count.store(kept, Relaxed);
+        kept >= MAX_LEARNED
     }
 
     fn replace(&self, entry: &Entry, before: u16, key: u64, seen: u64) {
@@ -532,6 +560,15 @@ mod tests {
         assert_eq!(sent(&switch, 0, Head::new(&arp).unwrap()), spoofed);
         arp[22..28].copy_from_slice(&mac(1));
         assert_eq!(sent(&switch, 0, Head::new(&arp).unwrap()), Ok(vec![1, 2]));
+        // Guests take tags of VLAN 0 for none, however many there are.
+        for tags in 1..14 {
+            let tags = vec![[0x81_u8, 0, 0, 0]; tags].concat();
+            let mut tagged = [&arp[..12], &tags[..], &arp[12..]].concat();
+            let at = tagged.len() - arp.len() + 22;
+            tagged[at..at + 6].copy_from_slice(&mac(2));
+            let found = sent(&switch, 0, Head::new(&tagged).unwrap());
+            assert_eq!(found, spoofed, "{} bytes of tags", tags.len());
+        }
     }
 
     #[test]
@@ -594,6 +631,20 @@ mod tests {
         assert_eq!(sent(&switch, 0, head(mac(9), mac(1), &[])), Ok(vec![1]));
         let of_flood = switch.learned(0).filter(|&(_, _, port)| port == 0).count();
         assert_eq!(of_flood, MAX_LEARNED as usize);
+    }
+
+    #[test]
+    fn addresses_that_are_forgotten_leave_their_places_to_others() {
+        let open = |last| Port { anti_spoofing: false, ..port(last, Vlans::Untagged) };
+        let switch = Forwarding::new(vec![open(1), open(2)]);
+        let later = AGEING_SECONDS + 1;
+        for i in 0..=u8::MAX {
+            switch.admit(0, &mut head(mac(2), [4, 0, 0, 0, 0, i], &[]), 0).unwrap();
+        }
+        for i in 0..=u8::MAX {
+            switch.admit(0, &mut head(mac(2), [6, 0, 0, 0, i, 0], &[]), later).unwrap();
+        }
+        assert_eq!(switch.learned(later).count(), MAX_LEARNED as usize);
     }
 
     #[test]

@@ -388,6 +388,11 @@ mod tests {
                 false => assert_eq!(found, misfit, "{words:?}"),
             }
         }
+        // Behind any number of tags there may be the sender of ARP.
+        let mut arp = [0; 64];
+        arp[12..22].copy_from_slice(&[0x81, 0, 0, 0, 0x81, 0, 0, 0, 8, 6]);
+        let arp = Head::new(&arp).unwrap();
+        assert_eq!(with(1, 0, [0, 0, 22, 8]).fitting(&arp, 64), misfit);
         // Of another kind than the frame.
         assert_eq!(with(1, 4, [0, 1448, 54, 16]).fitting(&tcp(1000), 1000), misfit);
         assert_eq!(with(1, 0, [9, 9, 34, 65_000]).fitting(&tcp(60), 60), misfit);

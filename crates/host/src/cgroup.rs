@@ -21,7 +21,7 @@
 //! | knob | file | reads and writes |
 //! | --- | --- | --- |
 //! | model | `io.cost.model` | `7:0 ctrl=user model=linear rbps=N …`; `ctrl=auto` is the kernel's guess |
-//! | latencies | `io.cost.qos` | `7:0 enable=1 ctrl=user rpct=99.00 …`; `enable=0` is off |
+//! | latencies | `io.cost.qos` | `7:0 enable=1 ctrl=user rpct=99.00 …`; `ctrl=auto` is the kernel's guess, `enable=0` is off |
 //!
 //! A device that iocost has never controlled has no line.
 //!
@@ -30,7 +30,7 @@
 //! `blkio.bfq.weight` drops every weight line of that cgroup, so nothing here
 //! writes it. Limits outlive a change of scheduler.
 //!
-//! Properties: `mount_is_found_on_v1_v2_and_hybrid`,
+//! Properties: `mount_is_found_on_v1_v2_and_hybrid`, `mount_is_found_beside_one_whose_name_is_not_utf8`,
 //! `weight_line_is_told_from_default`, `limits_are_read_from_both_versions`,
 //! `cgroup_path_cannot_leave_the_hierarchy`.
 
@@ -127,6 +127,8 @@ impl CgroupVersion {
         let has = |pair: &str| line.split(' ').any(|found| found == pair);
         let (is_set, unset) = match file {
             CostFile::Model => (has("ctrl=user"), COST_AUTO),
+            // The kernel guesses anew by itself: written down as somebody's, its guess would be fixed by a rollback.
+            CostFile::Qos if has("enable=1") && has("ctrl=auto") => (false, COST_AUTO),
             CostFile::Qos => (has("enable=1"), COST_OFF),
         };
         if !is_set {
@@ -144,6 +146,7 @@ impl CgroupVersion {
             CostFile::Model if text == COST_AUTO => "ctrl=auto".to_owned(),
             CostFile::Model => format!("ctrl=user model=linear {text}"),
             CostFile::Qos if text == COST_OFF => "enable=0 ctrl=auto".to_owned(),
+            CostFile::Qos if text == COST_AUTO => "enable=1 ctrl=auto".to_owned(),
             CostFile::Qos => format!("enable=1 ctrl=user {text}"),
         };
         Write { file: self.cost_file(file), text: format!("{device} {rest}") }
@@ -395,6 +398,18 @@ mod tests {
     }
 
     #[test]
+    fn mount_is_found_beside_one_whose_name_is_not_utf8() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(root.path().join("proc/self")).unwrap();
+        let of_user = b"36 31 0:40 / /home/u/\xff rw - fuse.x x rw\n".as_slice();
+        let cgroups = b"38 31 0:35 / /cg rw - cgroup cgroup rw,blkio\n".as_slice();
+        let mountinfo = [of_user, cgroups].concat();
+        std::fs::write(root.path().join("proc/self/mountinfo"), mountinfo).unwrap();
+        let found = CgroupVersion::find(&crate::sysfs::RealSysfs::new(root.path())).unwrap();
+        assert_eq!(found, CgroupVersion::V1 { mount: "/cg".into() });
+    }
+
+    #[test]
     fn iocost_is_read_and_written_as_a_knobs_text() {
         let sysfs = FakeSysfs::bare();
         let version = CgroupVersion::V2 { mount: "/cg".into() };
@@ -424,6 +439,10 @@ mod tests {
         assert_eq!(text(CostFile::Qos, qos), format!("7:0 enable=1 ctrl=user {qos}"));
         assert_eq!(text(CostFile::Model, "auto"), "7:0 ctrl=auto");
         assert_eq!(text(CostFile::Model, model), format!("7:0 ctrl=user model=linear {model}"));
+        // On, with latencies that the kernel guesses.
+        sysfs.put("/cg/io.cost.qos", &format!("7:0 enable=1 ctrl=auto {qos}\n"));
+        assert_eq!(of(CostFile::Qos), "auto");
+        assert_eq!(text(CostFile::Qos, "auto"), "7:0 enable=1 ctrl=auto");
     }
 
     #[test]

@@ -24,6 +24,11 @@ pub(crate) struct QueueRecord {
     pub(crate) parameters: BTreeMap<String, String>,
 }
 
+/// Whether this can be the name of a block device, such as `vda` or `dm-0`: it becomes part of a path.
+pub(crate) fn is_node(name: &str) -> bool {
+    !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
+}
+
 /// Names and paths of a journal, which a restoration writes to.
 mod checked {
     use std::collections::BTreeMap;
@@ -31,7 +36,7 @@ mod checked {
 
     use serde::de::{Deserialize, Deserializer, Error};
 
-    use super::QUEUE_FILES;
+    use super::{QUEUE_FILES, is_node};
 
     fn is_word(name: &str) -> bool {
         !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
@@ -65,7 +70,7 @@ mod checked {
         from: D,
     ) -> Result<BTreeMap<String, T>, D::Error> {
         let nodes = BTreeMap::<String, T>::deserialize(from)?;
-        match nodes.keys().find(|node| !is_word(node)) {
+        match nodes.keys().find(|node| !is_node(node)) {
             Some(node) => Err(D::Error::custom(format!("{node:?} is no block device"))),
             None => Ok(nodes),
         }

@@ -23,7 +23,7 @@ pub enum Skipped {
         /// Its `MAJOR:MINOR`.
         number: DeviceNumber,
     },
-    /// A cgroup is gone, or another one has its path.
+    /// A cgroup is gone, another one has its path, or the io controller was turned off for it.
     Cgroup {
         /// Its path below the io controller's mount.
         cgroup: PathBuf,

@@ -292,9 +292,10 @@ fn save_weights(
         return Ok(());
     };
     for (cgroup, weight) in weight_lines(sysfs, &version, device) {
-        let path = version.mount().join(&cgroup);
+        // One that has vanished since has no weight to keep.
+        let Ok(id) = sysfs.inode(&version.mount().join(&cgroup)) else { continue };
         record.add_group(GroupRecord {
-            id: group_id(sysfs, &path)?,
+            id,
             cgroup,
             device,
             knob: GroupKnob::Weight,
@@ -447,6 +448,11 @@ impl Host {
             Ok(current) if current == group.old => return Ok(()),
             Ok(Some(_)) if group.only_if_absent => return Ok(()),
             Ok(_) => {}
+            // Somebody has turned the io controller off for it, and its knobs died with their files.
+            Err(HostError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                done.skip(Skipped::Cgroup { cgroup: group.cgroup.clone() });
+                return Ok(());
+            }
             Err(error) => {
                 done.failures.push(error.to_string());
                 return Ok(());

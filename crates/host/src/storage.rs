@@ -352,8 +352,9 @@ impl Stack {
         }
         let below: Vec<String> = sysfs.list(&base.join("slaves")).unwrap_or_default();
         let text = |file: &str| sysfs.read(&base.join(file)).ok().map(|t| t.trim().to_owned());
-        // Of a device that hands bios on, it says `none`, or is not there.
-        let has_scheduler = text("queue/scheduler").is_some_and(|t| t.contains(' '));
+        // Of a device that hands bios on, it says `none`, or is not there. Of one that has requests, the selected one
+        // is in brackets, if it is the only one too.
+        let has_scheduler = text("queue/scheduler").is_some_and(|t| t.contains('['));
         if below.is_empty() || has_scheduler {
             let backing = text("loop/backing_file").map(PathBuf::from);
             self.leaves.push(Leaf { name: own, number, backing, array: None });
@@ -591,6 +592,9 @@ mod tests {
         // A multipath device with requests schedules them itself.
         sysfs.stack("dm-4", DeviceNumber::new(253, 4), &["sda", "sdb"]);
         sysfs.put("/sys/dev/block/253:4/queue/scheduler", "[mq-deadline] none\n");
+        assert_eq!(names(&Stack::find(&sysfs, Path::new("/dev/dm-4")).unwrap()), ["dm-4"]);
+        // No module of a scheduler is loaded.
+        sysfs.put("/sys/dev/block/253:4/queue/scheduler", "[none] \n");
         assert_eq!(names(&Stack::find(&sysfs, Path::new("/dev/dm-4")).unwrap()), ["dm-4"]);
     }
 

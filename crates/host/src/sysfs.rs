@@ -5,7 +5,7 @@
 //! of plain files cannot model a kernel, which resets a scheduler's
 //! parameters when another one is selected.
 //!
-//! Properties: `write_to_missing_file_creates_nothing`,
+//! Properties: `write_to_missing_file_creates_nothing`, `text_that_is_not_utf8_is_read`,
 //! `device_number_text_round_trips`.
 
 use std::fmt;
@@ -77,7 +77,7 @@ impl From<DeviceNumber> for String {
 
 /// A kernel's file tree.
 pub trait Sysfs: fmt::Debug + Send + Sync {
-    /// The file's text, with its newline.
+    /// The file's text, with its newline. What of it is not UTF-8 reads as U+FFFD.
     ///
     /// # Errors
     /// What the kernel says.
@@ -168,7 +168,9 @@ impl RealSysfs {
 
 impl Sysfs for RealSysfs {
     fn read(&self, path: &Path) -> io::Result<String> {
-        fs::read_to_string(self.at(path))
+        // Users name processes and mount points, which a kernel's file then shows beside all others:
+        // one that is not UTF-8 must not hide them.
+        Ok(String::from_utf8_lossy(&fs::read(self.at(path))?).into_owned())
     }
 
     fn write(&self, path: &Path, text: &str) -> io::Result<()> {
@@ -244,6 +246,14 @@ mod tests {
         let sysfs = RealSysfs::new(root.path());
         assert!(sysfs.write(Path::new("/knob"), "1").is_err());
         assert!(!sysfs.exists(Path::new("/knob")));
+    }
+
+    #[test]
+    fn text_that_is_not_utf8_is_read() {
+        let root = tempfile::tempdir().unwrap();
+        fs::write(root.path().join("comm"), b"gr\xc3\n").unwrap();
+        let sysfs = RealSysfs::new(root.path());
+        assert_eq!(sysfs.read(Path::new("/comm")).unwrap(), "gr\u{fffd}\n");
     }
 
     #[test]

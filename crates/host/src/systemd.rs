@@ -357,6 +357,10 @@ impl Host {
         cgroup: &Cgroup,
         before: &BTreeMap<String, String>,
     ) -> Result<(), HostError> {
+        // Without the io controller the weights are gone, and there is nowhere to write them.
+        if !self.sysfs.exists(&cgroup.weight_file()) {
+            return Ok(());
+        }
         let now = cgroup.weights(&*self.sysfs);
         let default = before.get(DEFAULT).filter(|&w| now.get(DEFAULT) != Some(w));
         let mut lines = before.clone();

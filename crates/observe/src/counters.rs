@@ -55,7 +55,14 @@ impl Interval {
     /// Requests completed.
     #[must_use]
     pub const fn requests(&self) -> u64 {
-        self.reads + self.writes
+        // Counts are those that another program tells.
+        self.reads.saturating_add(self.writes)
+    }
+
+    /// Bytes read and written.
+    #[must_use]
+    pub const fn bytes(&self) -> u64 {
+        self.read_bytes.saturating_add(self.write_bytes)
     }
 
     /// Requests whose whole bin is above `latency`.
@@ -68,10 +75,10 @@ impl Interval {
     /// Adds a later interval.
     pub fn merge(&mut self, later: &Self) {
         self.seconds += later.seconds;
-        self.reads += later.reads;
-        self.writes += later.writes;
-        self.read_bytes += later.read_bytes;
-        self.write_bytes += later.write_bytes;
+        self.reads = self.reads.saturating_add(later.reads);
+        self.writes = self.writes.saturating_add(later.writes);
+        self.read_bytes = self.read_bytes.saturating_add(later.read_bytes);
+        self.write_bytes = self.write_bytes.saturating_add(later.write_bytes);
         self.busy = Nanos::new(self.busy.get().saturating_add(later.busy.get()));
         self.histogram.merge(&later.histogram);
     }
@@ -274,6 +281,20 @@ mod tests {
         assert_eq!(interval.histogram.count(), 2);
         let interval = between(&statistics(10, None), &statistics(12, Some([2, 0, 0, 0])), 1.0);
         assert_eq!(interval.histogram.count(), 2);
+    }
+
+    #[test]
+    fn counts_that_a_vm_makes_up_stay_the_largest_that_there_are() {
+        let all = u64::MAX;
+        let mut sum = Interval {
+            reads: all,
+            writes: 1,
+            read_bytes: all,
+            write_bytes: 1,
+            ..Interval::default()
+        };
+        sum.merge(&sum.clone());
+        assert_eq!((sum.requests(), sum.bytes()), (all, all));
     }
 
     #[test]

@@ -72,7 +72,7 @@ impl DiskLook {
         let throttle = self.disk.throttle;
         Evidence {
             iops: rate(requests),
-            bandwidth: rate(last.map_or(0, |last| last.read_bytes + last.write_bytes)),
+            bandwidth: rate(last.map_or(0, Interval::bytes)),
             at_qemu,
             limits: RateLimit {
                 iops: throttle.iops.map(|iops| iops as f64),

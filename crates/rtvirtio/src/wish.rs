@@ -48,8 +48,9 @@ fn duration(text: &str) -> Option<Nanos> {
     let (number, unit) =
         units.iter().find_map(|(suffix, unit)| Some((text.strip_suffix(suffix)?, unit)))?;
     let seconds: f64 = number.trim().parse::<f64>().ok()? * unit;
-    (seconds.is_finite() && seconds > 0.0 && seconds <= 3600.0)
-        .then(|| Nanos::from_secs_f64(seconds))
+    let is_time = seconds.is_finite() && seconds <= 3600.0;
+    // Less than half a nanosecond is none, and negative times are none either.
+    is_time.then(|| Nanos::from_secs_f64(seconds)).filter(|time| *time > Nanos::ZERO)
 }
 
 #[cfg(test)]
@@ -77,6 +78,7 @@ mod tests {
             "db=p99:-5ms",
             "db=p101:5ms",
             "db=p99:0ms",
+            "db=p99:0.0001us",
             "db=p99:nanms",
             "db=p99:9e99s",
         ] {

@@ -31,6 +31,7 @@ use rtvirtio_testbed::load::{self, Load, Measured, Operation};
 use rtvirtio_testbed::named;
 use rtvirtio_testbed::scratch::{open_raw, path_of};
 use rtvirtio_testbed::server::{Backing, ServerKind, Setup, listener, qsd_version, rtvirtio};
+use rtvirtio_testbed::work_directory::WorkDirectory;
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
 
@@ -295,7 +296,7 @@ impl Experiment for Benchmark {
                 load::run(Endpoint::File(&disks.file(medium)?), None, &load, run.interrupted)?
             }
             _ => {
-                let directory = tempfile::Builder::new().prefix("rtvirtio-bench-").tempdir()?;
+                let directory = WorkDirectory::new()?;
                 let setup = Setup {
                     kind: key.server,
                     backing: &disks.backing(medium)?,

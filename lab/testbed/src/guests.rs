@@ -29,6 +29,8 @@ use rtvirtio_host::qemu::{Agent, ExecStatus, Monitor, Output};
 use rtvirtio_spec::specification::{Disk, Specification};
 use rtvirtio_units::{Bytes, DiskName, VmName};
 
+use crate::work_directory::WorkDirectory;
+
 use data_plane::DataPlane;
 use process::Slice;
 
@@ -116,7 +118,7 @@ impl Accelerator {
         if !Path::new("/dev/kvm").exists() {
             return Ok(Self::Tcg);
         }
-        let directory = tempfile::tempdir()?;
+        let directory = WorkDirectory::new()?;
         let start = Start::new(image, Self::Kvm, directory.path(), "probe");
         let guest = Process::start(&start)?;
         match guest.agent(Instant::now() + PROBE_BOOT, interrupted) {

@@ -9,6 +9,7 @@
 //! - [`verify`]: a load whose content tells where and when it was written. [`resets`]: a front end that stops its rings.
 //! - [`control`]: clients of the control API that ask for much. [`watcher`]: `rtvirtio watch`.
 //! - [`readers`]: threads that read beside threads that compute.
+//! - [`work_directory`]: directories of which nothing stays.
 //! - [`window`], [`cpu`], [`wakes`], [`awake`], [`random`]: what threads of a measurement look at, who used which CPU, how late
 //!   threads wake, CPUs that do not halt, numbers.
 
@@ -37,3 +38,4 @@ pub mod verify;
 pub mod wakes;
 pub mod watcher;
 pub mod window;
+pub mod work_directory;

@@ -28,6 +28,7 @@ use rtvirtio_units::{CpuId, Nanos};
 use crate::cpu::usable;
 use crate::server::serve;
 use crate::window::{Watch, Watched};
+use crate::work_directory::WorkDirectory;
 use events::{Events, IoCpu};
 use layout::Layout;
 use player::{QueueState, disk_bytes, play};
@@ -125,7 +126,7 @@ impl Trial<'_> {
         interrupted: &Interrupted,
         beside: impl FnOnce(&ControlClient, &Clock) -> Result<()> + Send,
     ) -> Result<Played> {
-        let directory = tempfile::Builder::new().prefix("rtvirtio-iocores-").tempdir()?;
+        let directory = WorkDirectory::new()?;
         let cpus = cpus()?;
         let layout = Layout {
             directory: directory.path(),

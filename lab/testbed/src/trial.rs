@@ -20,6 +20,7 @@ use crate::curve::{Curve, LARGE, Rates, SMALL};
 use crate::neighbour::{Background, Work};
 use crate::tasks::{Plan, run_tasks_into};
 use crate::window::{Phase, Watch, Watched};
+use crate::work_directory::WorkDirectory;
 
 pub use layout::{DISK, Layout, Sharing, socket};
 
@@ -111,7 +112,7 @@ impl<'a> Trial<'a> {
 
     /// Runs it, and judges nothing.
     pub fn record(&self, interrupted: &Interrupted) -> Result<Recorded> {
-        let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
+        let directory = WorkDirectory::new()?;
         let directory = directory.path();
         let layout = Layout {
             device: self.device,

@@ -507,3 +507,13 @@ fn lateness_of_a_regime_is_that_of_its_worst_probe_and_no_part_of_measured_score
         after.structural[&Regime::Bursting].last() > before.structural[&Regime::Bursting].last()
     );
 }
+
+#[test]
+fn summary_of_a_profile_that_others_made_has_nothing_that_a_terminal_obeys() {
+    let mut profile = profile_of(&all(Depth::Quick, 1.0, 100));
+    profile.device.model = "\u{1b}[2Jdisk".to_owned();
+    profile.kernel = "6.1.0\r".to_owned();
+    let text = summary(&profile);
+    assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?}");
+    assert!(text.contains("\\u{1b}[2Jdisk"), "{text}");
+}

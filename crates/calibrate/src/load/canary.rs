@@ -15,7 +15,8 @@ const SLEEP: Duration = Duration::from_millis(1);
 /// Sleeps and notes until it is stopped.
 pub struct CanaryThread {
     stop: Arc<AtomicBool>,
-    thread: JoinHandle<Histogram>,
+    /// Until it has ended.
+    thread: Option<JoinHandle<Histogram>>,
 }
 
 impl CanaryThread {
@@ -35,7 +36,7 @@ impl CanaryThread {
             }
             histogram
         });
-        Self { stop, thread }
+        Self { stop, thread: Some(thread) }
     }
 
     /// Ends it, and says how late it was.
@@ -44,9 +45,20 @@ impl CanaryThread {
     }
 
     /// Ends it; how late it was, each time.
-    pub fn lateness(self) -> Histogram {
+    pub fn lateness(mut self) -> Histogram {
+        self.end().unwrap_or_default()
+    }
+
+    fn end(&mut self) -> Option<Histogram> {
         self.stop.store(true, Ordering::Relaxed);
-        self.thread.join().unwrap_or_default()
+        self.thread.take()?.join().ok()
+    }
+}
+
+impl Drop for CanaryThread {
+    fn drop(&mut self) {
+        // A load that fails or is stopped never asks what it noted, and the next ones are not to run beside it.
+        self.end();
     }
 }
 
@@ -57,4 +69,19 @@ pub fn summary(late: &Histogram) -> Canary {
         quantile.map_or(Nanos::ZERO, |q| q.value)
     };
     Canary { n: late.count(), p50: at(50.0), p99: at(99.0), p999: at(99.9), max: late.max() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thread_ends_with_a_load_that_does_not_ask_it() {
+        let canary = CanaryThread::start();
+        let stop = Arc::clone(&canary.stop);
+        drop(canary);
+        assert!(stop.load(Ordering::Relaxed));
+        // The thread had another one.
+        assert_eq!(Arc::strong_count(&stop), 1);
+    }
 }

@@ -44,3 +44,15 @@ impl Wakeup {
         let _ = rustix::io::read(&self.fd, &mut [0; 8]);
     }
 }
+
+/// Ports that are to be woken when a turn ends: once each, however many frames there were.
+#[derive(Debug, Default)]
+pub(super) struct ToWake(pub(super) Vec<u16>);
+
+impl ToWake {
+    pub(super) fn note(&mut self, port: u16) {
+        if self.0.last() != Some(&port) && !self.0.contains(&port) {
+            self.0.push(port);
+        }
+    }
+}

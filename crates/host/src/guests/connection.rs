@@ -20,7 +20,7 @@ use super::{ANSWER, GuestFault, GuestTopology, LOOK, place};
 use crate::interrupt::Interrupt;
 use crate::qemu::error::excerpt;
 use crate::qemu::{Address, Deadline, Fault, GuestDisk, Monitor, PciAddress, QemuProcess};
-use crate::record::GuestRecord;
+use crate::record::{GuestRecord, is_node};
 use crate::sysfs::Sysfs;
 use crate::{Host, HostError};
 
@@ -297,10 +297,8 @@ impl Connection {
 
 /// The name of a node that a guest claims to have, if it is one of a disk: it becomes part of a path.
 fn plain_node(node: &str) -> Result<&str, GuestFault> {
-    let is_plain = |name: &&str| {
-        (1..=LONGEST_NODE).contains(&name.len())
-            && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
-    };
+    // The journal takes what is one: it could not be read again otherwise.
+    let is_plain = |name: &&str| name.len() <= LONGEST_NODE && is_node(name);
     node.strip_prefix("/dev/").filter(is_plain).ok_or_else(|| GuestFault::NotPlain {
         found: excerpt(node.as_bytes()),
         expected: "a disk's node /dev/NAME",
@@ -336,6 +334,12 @@ mod tests {
         assert_eq!(start_of(&sysfs, 8), None);
         sysfs.put("/proc/8/stat", "8 (x");
         assert_eq!(start_of(&sysfs, 8), None);
+        // The kernel cuts a name after 15 bytes, which may be within a character.
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(root.path().join("proc/9")).unwrap();
+        let stat = [b"9 (gr\xc3) ".as_slice(), fields.join(" ").as_bytes()].concat();
+        std::fs::write(root.path().join("proc/9/stat"), stat).unwrap();
+        assert_eq!(start_of(&crate::sysfs::RealSysfs::new(root.path()), 9), Some(220));
         let own = crate::sysfs::RealSysfs::new("/");
         assert!(start_of(&own, std::process::id()).is_some_and(|ticks| ticks > 0));
     }

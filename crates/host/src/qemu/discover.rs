@@ -71,8 +71,7 @@ const LONGEST_KEY: usize = 256;
 /// The QEMU processes, by process id.
 ///
 /// # Errors
-/// If `/proc` cannot be listed. A process that ends meanwhile is left out, and
-/// so is one whose command line is not UTF-8.
+/// If `/proc` cannot be listed. A process that ends meanwhile is left out.
 pub fn processes(sysfs: &dyn Sysfs) -> Result<Vec<QemuProcess>, HostError> {
     let proc = Path::new("/proc");
     let names =

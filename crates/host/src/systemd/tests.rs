@@ -188,6 +188,17 @@ fn weights_that_systemd_drops_are_kept() {
 }
 
 #[test]
+fn weights_that_died_with_the_io_controller_are_not_kept() {
+    let bed = Bed::new(|_| ());
+    let cgroup = &bed.resolved().vms[&plc()].cgroup;
+    bed.set(&["default 90", "252:0 300"]);
+    let before = cgroup.weights(&*bed.fake);
+    let control = Path::new("/sys/fs/cgroup/machine.slice/cgroup.subtree_control");
+    bed.fake.write(control, "-io").unwrap();
+    bed.host.keep_weights(cgroup, &before).unwrap();
+}
+
+#[test]
 fn weights_are_kept_when_the_bus_fails() {
     // systemd dies when it has done half of it.
     let bed = Bed::new(|fake| set(fake, &["default 100", "252:0 700"]));

@@ -177,6 +177,21 @@ fn disk_is_found_by_serial_before_address() {
 }
 
 #[test]
+fn disk_whose_name_has_a_hyphen_is_put_back_from_the_journal() {
+    let plan = planned();
+    let machine = plan.machine();
+    machine.kernel.add_disk("dm-0", DeviceNumber::new(252, 0), 1 << 20);
+    let mut claims = machine.with(|s| s.claims.clone());
+    claims[1]["name"] = json!("/dev/dm-0");
+    machine.with(|s| s.claims = claims);
+    plan.bed.apply(&with_guest(plan.bed.observe(), "bfq")).unwrap();
+    let file = Path::new("/sys/block/dm-0/queue/scheduler");
+    assert!(machine.kernel.read(file).unwrap().contains("[bfq]"));
+    plan.rolled_back();
+    assert!(machine.kernel.read(file).unwrap().contains("[none]"));
+}
+
+#[test]
 fn disk_is_found_by_the_id_that_libvirt_makes_of_its_name() {
     for serial in ["", "a-serial-number"] {
         let plan = planned();

@@ -162,6 +162,31 @@ fn rollback_skips_what_is_gone_and_restores_the_rest() {
 }
 
 #[test]
+fn rollback_skips_cgroups_without_the_io_controller_and_ends() {
+    let bed = Bed::new(true, "bfq");
+    bed.apply(&wanted()).unwrap();
+    let control = Path::new("/sys/fs/cgroup/machine.slice/cgroup.subtree_control");
+    bed.fake.write(control, "-io").unwrap();
+    let RollbackOutcome::RolledBack(done) = bed.host.rollback().unwrap() else { panic!() };
+    assert_eq!(done.skipped.len(), 2, "{:?}", done.skipped);
+    assert!(done.restored.iter().any(|(f, t)| f.ends_with("slice_idle_us") && t == "2500"));
+    assert_eq!(bed.host.journal_status().unwrap(), JournalStatus::Clean);
+}
+
+#[test]
+fn cgroup_that_vanishes_while_weights_are_saved_is_left_out() {
+    let bed = Bed::new(true, "bfq");
+    let before = bed.fake.snapshot();
+    // Its files are still read, and when its id is asked for it is gone.
+    for (file, text) in [("cgroup.procs", ""), ("io.bfq.weight", "default 100\n8:0 700\n")] {
+        bed.fake.put(&format!("/sys/fs/cgroup/vanishing.scope/{file}"), text);
+    }
+    bed.apply(&wanted_with(Scheduler::Kyber)).unwrap();
+    bed.host.rollback().unwrap();
+    assert_eq!(bed.fake.snapshot(), before);
+}
+
+#[test]
 fn rollback_leaves_a_replaced_device_alone() {
     let bed = Bed::new(false, "none");
     bed.apply(&wanted()).unwrap();

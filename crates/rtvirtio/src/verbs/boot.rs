@@ -97,8 +97,9 @@ fn check_installed(program: &Path) -> Result<()> {
 /// The unit; what a boot may not wait for is ordered, not required.
 fn unit(program: &Path) -> Result<String> {
     let program = program.to_str().context("the program's path is not UTF-8")?;
-    // systemd.service(5), "Command lines".
-    let quoted = [("\\", "\\\\"), ("\"", "\\\""), ("%", "%%"), ("$", "$$")]
+    ensure!(!program.contains(char::is_control), "the program's path has a control character");
+    // systemd.service(5), "Command lines". No variable is put in for a `$` of the program's path, so `$$` would stay two.
+    let quoted = [("\\", "\\\\"), ("\"", "\\\""), ("%", "%%")]
         .iter()
         .fold(program.to_owned(), |text, (from, to)| text.replace(from, to));
     // The plan was judged when it was installed.
@@ -209,8 +210,9 @@ mod tests {
     fn path_of_the_program_cannot_change_the_command_line() {
         let text = unit(Path::new("/opt/a \"b\" 50%/$x\\rtvirtio")).unwrap();
         assert!(
-            text.contains(r#"ExecStart="/opt/a \"b\" 50%%/$$x\\rtvirtio" apply /etc/"#),
+            text.contains(r#"ExecStart="/opt/a \"b\" 50%%/$x\\rtvirtio" apply /etc/"#),
             "{text}"
         );
+        unit(Path::new("/opt/a\nExecStart=b/rtvirtio")).unwrap_err();
     }
 }

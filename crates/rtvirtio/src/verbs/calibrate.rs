@@ -45,7 +45,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "MIB", requires = "location",
           value_parser = clap::value_parser!(u64).range(256..=1 << 24))]
     size: Option<u64>,
-    /// Share of the disk's time that is taken while others use it, above 0 and up to 1
+    /// Share of the disk's time that is taken while others use it, from 0.001 to 1
     #[arg(long, requires = "location", default_value_t = 0.2, value_parser = share)]
     share: f64,
     /// How long requests of a VM may take meanwhile, such as db=p99.9:5ms; without a VM, all on the disk
@@ -86,9 +86,16 @@ fn target(text: &str) -> Result<NeighbourTarget, String> {
     Ok(NeighbourTarget { vm: None, disk: None, percentile, latency })
 }
 
+/// The smallest share. A probe is followed by hours of rest then; with a share near zero by more than a clock holds.
+const MIN_SHARE: f64 = 0.001;
+
 fn share(text: &str) -> Result<f64, String> {
     let share: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
-    if share > 0.0 && share <= 1.0 { Ok(share) } else { Err("above 0 and up to 1".to_owned()) }
+    if (MIN_SHARE..=1.0).contains(&share) {
+        Ok(share)
+    } else {
+        Err(format!("from {MIN_SHARE} to 1"))
+    }
 }
 
 fn factor(text: &str) -> Result<f64, String> {
@@ -158,7 +165,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
                     path.display()
                 );
             }
-            let _claim = device::claim(&path)?;
+            let _claim = device::claim_disk(&path)?;
             let testbed = Testbed::new(&path, "device")?;
             make_directory(&args.output)?;
             calibrate_to(&testbed, (Depth::Full, limit), &args.output, interrupted)?
@@ -176,4 +183,19 @@ fn print(args: &Args, profile: &Profile) -> Result<Outcome> {
         println!("profile written to {}", args.output.display());
     }
     Ok(Outcome::Done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn share_that_leaves_more_rest_than_a_clock_holds_is_refused() {
+        for good in ["0.001", "0.2", "1"] {
+            share(good).unwrap();
+        }
+        for bad in ["0", "-0.1", "1e-20", "1.01", "nan", "inf", "much"] {
+            assert!(share(bad).is_err(), "{bad}");
+        }
+    }
 }

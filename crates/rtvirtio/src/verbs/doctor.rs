@@ -9,7 +9,7 @@ use rtvirtio_host::dataplane::{ControlClient, DEFAULT_SOCKET};
 use rtvirtio_host::doctor::{Finding, Status, io_uring, nics, probe};
 use rtvirtio_spec::control::IoThreadState;
 
-use crate::{Outcome, input};
+use crate::{Outcome, input, output};
 
 /// How long the data plane may take to answer.
 const ANSWER: Duration = Duration::from_millis(500);
@@ -71,7 +71,7 @@ fn storage(args: &Args) -> Result<Outcome> {
         let whole = std::path::absolute(path).with_context(|| format!("{}", path.display()))?;
         let stack = input::host().storage(&whole)?;
         if !args.json {
-            println!("{}: {stack}", path.display());
+            println!("{}", output::visible(&format!("{}: {stack}", path.display())));
         }
         found.push(serde_json::json!({ "path": path, "storage": stack }));
     }

@@ -17,8 +17,9 @@ use rtvirtio_spec::specification::{
 };
 use rtvirtio_units::{Bytes, Confidence, DeviceName, DiskName, Iops, TaskName, VmName};
 
+use super::mapping::quoted;
 use crate::wish::Wish;
-use crate::{Outcome, input};
+use crate::{Outcome, input, output};
 
 /// How sure bounds are to be.
 const CONFIDENCE: f64 = 0.95;
@@ -101,7 +102,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     notes.extend(events);
     notes.extend(off.iter().map(|name| format!("VM {name} is switched off: left out")));
     let text = text(&site, &notes, args.json).inspect_err(|_| {
-        notes.iter().for_each(|note| eprintln!("{note}"));
+        notes.iter().for_each(|note| eprintln!("{}", output::visible(note)));
     })?;
     if args.json {
         let devices: BTreeMap<_, _> =
@@ -119,7 +120,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             // Somebody may have made it meanwhile.
             refuse_to_replace(output)?;
             input::write(output, &text)?;
-            notes.iter().for_each(|note| println!("{note}"));
+            notes.iter().for_each(|note| println!("{}", output::visible(note)));
             println!("{}", next_steps(&site, output));
         }
         None => print!("{text}"),
@@ -364,8 +365,8 @@ fn load(sum: &Interval) -> Option<Load> {
         return None;
     }
     // In whole sectors, as requests are.
-    let bytes = (sum.read_bytes + sum.write_bytes) / requests;
-    let bytes = bytes.next_multiple_of(512).clamp(512, 16 << 20);
+    let bytes = sum.bytes() / requests;
+    let bytes = bytes.clamp(1, 16 << 20).next_multiple_of(512);
     // The mean, by Little's law, of which there may be twice as many at a time; and enough for its rate
     // where a request takes a millisecond. Of fewer, a rate that was reached with all of them in flight
     // could not be promised.
@@ -399,7 +400,7 @@ fn describe(look: &DiskLook, sum: &Interval) -> String {
             "{:.0} reads and {:.0} writes a second, {:.1} MB/s",
             sum.reads as f64 / seconds,
             sum.writes as f64 / seconds,
-            (sum.read_bytes + sum.write_bytes) as f64 / 1e6 / seconds
+            sum.bytes() as f64 / 1e6 / seconds
         ),
     };
     format!("{names}: {stack}; {seen}")
@@ -438,8 +439,11 @@ fn commented(
 fn next_steps(site: &Site, output: &Path) -> String {
     let specification = &site.specification;
     let mut out = String::new();
+    let path = |path: &Path| quoted(&vms::plain(&path.display().to_string()));
     for device in &specification.devices {
-        if !device.profile.exists() {
+        // A specification's profiles are relative to its directory, and what is typed to that of the shell.
+        let profile = output.parent().unwrap_or(Path::new(".")).join(&device.profile);
+        if !profile.exists() {
             // Those who have a target must not notice the calibration.
             let on_it = specification
                 .vms
@@ -453,11 +457,11 @@ fn next_steps(site: &Site, output: &Path) -> String {
                         micros if micros % 1000 == 0 => format!("{}ms", micros / 1000),
                         micros => format!("{micros}us"),
                     };
-                    Some(format!(" --target {}=p{}:{time}", vm.name, percentile.get()))
+                    let target = format!("{}=p{}:{time}", vm.name, percentile.get());
+                    Some(format!(" --target {}", quoted(&target)))
                 })
                 .collect();
-            let directory = site.directories.get(&device.name);
-            let directory = directory.map(|path| vms::plain(&path.display().to_string()));
+            let directory = site.directories.get(&device.name).map(|directory| path(directory));
             let (next, place) = match directory {
                 Some(directory) => ("next".to_owned(), directory),
                 None => (
@@ -468,18 +472,15 @@ fn next_steps(site: &Site, output: &Path) -> String {
                     "LOCATION".to_owned(),
                 ),
             };
-            let _ = writeln!(
-                out,
-                "{next}: rtvirtio calibrate --in {place} -o {}{targets}",
-                device.profile.display()
-            );
+            let profile = path(&profile);
+            let _ = writeln!(out, "{next}: rtvirtio calibrate --in {place} -o {profile}{targets}");
         }
     }
     let _ = write!(
         out,
         "then: rtvirtio plan {} -o {} --apply --confirm-timeout 120",
-        output.display(),
-        output.with_extension("plan").display()
+        path(output),
+        path(&output.with_extension("plan"))
     );
     out
 }
@@ -564,6 +565,38 @@ mod tests {
         assert!(shared["md1"].starts_with("md1 lies on sdb, and so do other VMs' disks on md0"));
         let shared = shared_disks([&first, &second, &plain].into_iter());
         assert_eq!(shared.keys().collect::<Vec<_>>(), ["md0"]);
+    }
+
+    #[test]
+    fn next_commands_are_for_a_shell_and_its_directory() {
+        let mut stack = stack(&["sda"]);
+        let layer = Layer::Filesystem { kind: "ext4".to_owned(), mount: "/srv".into() };
+        stack.as_mut().unwrap().layers.push(layer);
+        let mut look = look("my vm", 1, &["vda"], stack);
+        look.disk.file = Some("/srv/vm images/a.raw".into());
+        let seen: Seen = [((1, 0), (look, did(700, 300)))].into();
+        let cgroups = BTreeMap::from([(1, Some(PathBuf::from("machine.slice/vm")))]);
+        let args = Args { profiles: "profiles".into(), ..args(&["my vm=p99:5ms"]) };
+        let site = Site::draw(&args, &seen, &cgroups, |leaf| leaf.node());
+        let told = next_steps(&site, Path::new("/nonexistent/it's.toml"));
+        assert_eq!(
+            told,
+            "next: rtvirtio calibrate --in '/srv/vm images' -o /nonexistent/profiles/sda.json \
+             --target 'my vm=p99:5ms'\n\
+             then: rtvirtio plan '/nonexistent/it'\\''s.toml' -o '/nonexistent/it'\\''s.plan' --apply \
+             --confirm-timeout 120"
+        );
+    }
+
+    #[test]
+    fn load_that_a_vm_makes_up_is_within_what_a_specification_takes() {
+        let all = u64::MAX;
+        let made_up =
+            Interval { reads: all, writes: all, read_bytes: all, write_bytes: all, ..did(1, 1) };
+        let found = load(&made_up).unwrap();
+        assert_eq!((found.block_size.get(), found.queue_depth), (512, 1024));
+        let large = Interval { read_bytes: all, write_bytes: all, ..did(5, 5) };
+        assert_eq!(load(&large).unwrap().block_size.get(), 16 << 20);
     }
 
     #[test]

@@ -174,7 +174,7 @@ pub(crate) fn text(mapping: &Mapping, device: Option<&Device>, format: Format) -
 }
 
 /// As a shell takes it.
-fn quoted(value: &str) -> String {
+pub(super) fn quoted(value: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.,=/:@+".contains(c);
     if !value.is_empty() && value.chars().all(is_plain) {
         value.to_owned()

@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use rtvirtio_calibrate::calibration::summary;
 use rtvirtio_spec::profile::Profile;
 
-use crate::{Outcome, input};
+use crate::{Outcome, input, output};
 
 /// Arguments of `profile`.
 #[derive(clap::Args)]
@@ -67,7 +67,8 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
             write(output, &imported)?;
             println!("written to {}", output.display());
             if profile.firmware != firmware {
-                let name = |of: &Option<String>| of.clone().unwrap_or_else(|| "unknown".to_owned());
+                let name =
+                    |of: &Option<String>| output::visible(of.as_deref().unwrap_or("unknown"));
                 eprintln!(
                     "warning: the firmware differs: {} was measured, {} is there",
                     name(&profile.firmware),

@@ -14,6 +14,7 @@ use rtvirtio_testbed::client::{Client, Endpoint, Shape};
 use rtvirtio_testbed::cpu::{ProcessCpu, entries, raise_descriptors, resident_mib};
 use rtvirtio_testbed::load::{self, BLOCK};
 use rtvirtio_testbed::server::{Configuration, Server};
+use rtvirtio_testbed::work_directory::WorkDirectory;
 use serde::Serialize;
 
 use crate::table::Table;
@@ -82,7 +83,7 @@ pub fn measure(
     interrupted: &Interrupted,
 ) -> Result<Footprint> {
     raise_descriptors();
-    let directory = tempfile::tempdir()?;
+    let directory = WorkDirectory::new()?;
     let socket = |device: usize| directory.path().join(format!("d{device}"));
     let mut all = Configuration::new(None, [None, None]);
     for device in 0..devices {

@@ -27,6 +27,7 @@ use rtvirtio_testbed::server::{Configuration, rtvirtio, serve, whole};
 use rtvirtio_testbed::verify::{Options, Report, Verifier, unique};
 use rtvirtio_testbed::wakes::Wakes;
 use rtvirtio_testbed::window::{p99_us, us};
+use rtvirtio_testbed::work_directory::WorkDirectory;
 use rtvirtio_units::Bytes;
 use serde::Serialize;
 
@@ -218,7 +219,7 @@ impl Moves {
     pub fn run(&self, stage: Stage, interrupted: &Interrupted) -> Result<Shown> {
         ensure!(self.rate.is_finite() && self.rate >= 1.0, "--rate must be 1 or more");
         let program = self.program.clone().map_or_else(rtvirtio, Ok)?;
-        let directory = tempfile::Builder::new().prefix("rtvirtio-moves-").tempdir()?;
+        let directory = WorkDirectory::new()?;
         let disk = || open_raw(&self.disk_directory, Bytes::new(SIZE));
         let disk = (stage == Stage::Disk).then(disk).transpose()?;
         let at = |name: &str| directory.path().join(name);

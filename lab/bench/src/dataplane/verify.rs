@@ -6,6 +6,7 @@ use anyhow::Result;
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_testbed::server::Server;
 use rtvirtio_testbed::verify::{Options, Report, Verifier};
+use rtvirtio_testbed::work_directory::WorkDirectory;
 
 use crate::experiment::seconds;
 
@@ -40,7 +41,7 @@ impl Verify {
         match (self.disconnects, self.kills) {
             (Some(count), _) => verifier.disconnects(count, interrupted)?,
             (_, Some(count)) => {
-                let directory = tempfile::Builder::new().prefix("rtvirtio-verify-").tempdir()?;
+                let directory = WorkDirectory::new()?;
                 let at = directory.path();
                 let start = || Server::start(command, &options.socket, at, interrupted);
                 verifier.kills(start, count, interrupted)?;

@@ -14,6 +14,7 @@ use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_sim::Costs;
 use rtvirtio_sim::calibration::{self, Figures, ROWS, Row};
 use rtvirtio_testbed::scenario::{Trial, cpus};
+use rtvirtio_testbed::work_directory::WorkDirectory;
 use rtvirtio_units::Nanos;
 use serde::{Deserialize, Serialize};
 
@@ -59,7 +60,7 @@ impl Round {
             figures.with_context(|| label.clone()).map(|figures| (label, figures))
         };
         let rows = ROWS.iter().map(measure).collect::<Result<_>>()?;
-        let directory = tempfile::Builder::new().prefix("rtvirtio-costs-").tempdir()?;
+        let directory = WorkDirectory::new()?;
         let ((time, rate), program) = (MOVING, Some(program.to_owned()));
         let disk_directory = directory.path().to_owned();
         let mover = Moves { program, disk_directory, time, rate, seed: 1 };

@@ -29,6 +29,7 @@ use rtvirtio_testbed::server::rtvirtio;
 use rtvirtio_testbed::tasks::{Between, Plan, tasks};
 use rtvirtio_testbed::trial::{Clients, DISK, Layout, Sharing, WARM_UP};
 use rtvirtio_testbed::window::{Phase, Watch, Watched};
+use rtvirtio_testbed::work_directory::WorkDirectory;
 use rtvirtio_units::{Bytes, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
@@ -169,7 +170,7 @@ impl Experiment for Benchmark {
     ) -> Result<Run> {
         let curve = Curve::of_ssd(self.ssd.parse()?);
         let (vms, writer) = (vms()?, Neighbour::DeepWriter.background());
-        let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
+        let directory = WorkDirectory::new()?;
         let (directory, device) = (directory.path(), disk.device().to_owned());
         let layout = Layout {
             device: &device,

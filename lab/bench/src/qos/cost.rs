@@ -25,6 +25,7 @@ use rtvirtio_testbed::load;
 use rtvirtio_testbed::server::{Configuration, rtvirtio, serve};
 use rtvirtio_testbed::trial::socket;
 use rtvirtio_testbed::window::{Count, Phase};
+use rtvirtio_testbed::work_directory::WorkDirectory;
 use rtvirtio_units::{CpuId, Nanos};
 use serde::{Deserialize, Serialize};
 
@@ -127,7 +128,7 @@ impl Experiment for Benchmark {
     }
 
     fn measure(&self, (): &mut (), key: &CellKey, run: &Run<'_>) -> Result<Cell> {
-        let directory = tempfile::Builder::new().prefix("rtvirtio-qos-").tempdir()?;
+        let directory = WorkDirectory::new()?;
         let directory = directory.path();
         let places = Places::of(key.iothreads, &usable()?);
         let toml = configured(*key, &places, directory);

@@ -159,7 +159,9 @@ impl Buffers {
             let mut chain = self.spare.pop().unwrap_or_default();
             if !take(ring, &mut chain, share)? {
                 self.spare.push(chain);
-                return Ok(Gathered::TooFew);
+                // A driver that has nothing back can add nothing: the frame would be waited with for ever.
+                let are_all = ring.in_flight() >= ring.config().size;
+                return Ok(if are_all { Gathered::NeverEnough } else { Gathered::TooFew });
             }
             let bytes = chain.writable.iter().map(Segment::len).sum();
             if bytes < BYTES || self.pieces + chain.writable.len() > MAX_PARTS {

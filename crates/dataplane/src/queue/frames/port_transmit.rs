@@ -5,7 +5,7 @@ use std::sync::Arc;
 use rtvirtio_frames::ethernet::{MAX_HEAD_BYTES, TAG_BYTES};
 use rtvirtio_frames::forwarding::{Destination, LastFrame, Refused};
 use rtvirtio_frames::header::{BYTES, Header, MAX_FRAME_BYTES};
-use rtvirtio_frames::limit::{Limit, Rate};
+use rtvirtio_frames::limit::Limit;
 use rtvirtio_virtq::Segment;
 use rtvirtio_virtq::ring::Ring;
 use rustix::fd::BorrowedFd;
@@ -20,9 +20,6 @@ use crate::nic::Nic;
 use crate::stats::{Dropped, Op, QueueStats};
 use crate::switch::{Frame, PortSender};
 
-/// How far ahead of its rate a sender of broadcasts may be, ns: what a guest sends that starts.
-const BROADCAST_BURST_NS: u64 = 100_000_000;
-
 const fn seconds(ns: u64) -> u32 {
     (ns / 1_000_000_000) as u32
 }
@@ -31,15 +28,14 @@ const fn seconds(ns: u64) -> u32 {
 pub(super) struct PortTransmit {
     nic: Arc<Nic>,
     port: PortSender,
-    broadcast: Limit,
+    broadcast: Arc<Limit>,
     /// Frames that are next in the ring, during a turn.
     ahead: Ahead,
 }
 
 impl PortTransmit {
     pub(super) fn new(nic: &Arc<Nic>, port: PortSender) -> Self {
-        let frames = Some(port.max_broadcast());
-        let broadcast = Limit::new(Rate { frames, bits: None, burst: BROADCAST_BURST_NS });
+        let broadcast = port.broadcast();
         Self { nic: Arc::clone(nic), port, broadcast, ahead: Ahead::new() }
     }
 

@@ -16,7 +16,7 @@ use super::buffers::{Buffers, Gathered};
 use super::{Gate, MAX_PARTS, Pass, Served, read_header, take};
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
-use crate::socket::{Next, Outgoing, Socket};
+use crate::socket::{Next, Outgoing, Socket, is_temporary};
 use crate::stats::{Dropped, Op, QueueStats};
 
 /// How long a datagram that the peer had no room for waits before it is sent again, ns: at first, and at most. Each time in a row
@@ -97,7 +97,7 @@ impl SocketTransmit {
         while share.is_left() {
             match socket.flush(outgoing) {
                 Ok(()) => {}
-                Err(Errno::AGAIN) => {
+                Err(errno) if is_temporary(errno) => {
                     self.is_blocked = true;
                     return Ok((Pass::Empty, is_unpublished));
                 }

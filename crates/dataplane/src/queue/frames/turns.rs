@@ -141,14 +141,17 @@ const fn mac(number: u8) -> [u8; 6] {
 
 /// Two devices of a network.
 fn on_switch() -> [Arc<Nic>; 2] {
-    let switch = Switch::new(1e6);
-    for number in [0, 1] {
-        let port = Port { mac: mac(number), vlans: Vlans::Untagged, anti_spoofing: true };
-        switch.add_port(port, 1).unwrap();
-    }
-    [0, 1].map(|number| {
-        let link = Link::Port { switch: Arc::clone(&switch), number: number.into(), pairs: 1 };
-        nic(mac(number), link)
+    devices(1e6)
+}
+
+/// Devices of a network with this limit on broadcasts.
+fn devices<const N: usize>(max_broadcast: f64) -> [Arc<Nic>; N] {
+    let switch = Switch::new(max_broadcast);
+    std::array::from_fn(|number| {
+        let mac = mac(number as u8);
+        let port = Port { mac, vlans: Vlans::Untagged, anti_spoofing: true };
+        let number = switch.add_port(port, 1).unwrap();
+        nic(mac, Link::Port { switch: Arc::clone(&switch), number, pairs: 1 })
     })
 }
 
@@ -289,6 +292,46 @@ fn frame_in_singles_and_in_chains_arrives_in_order_and_whole() {
     receive.frames.give_back(&mut receive.ring);
     assert_eq!(receive.ring.in_flight(), 0);
     assert!(receive.ring.base() <= taken);
+}
+
+#[test]
+fn queue_that_starts_again_has_no_other_burst_of_broadcasts() {
+    // One in ten seconds.
+    let [sender, _other] = devices::<2>(0.1);
+    let mut frame = frame(60);
+    frame[BYTES..BYTES + 6].fill(0xff);
+    for dropped in [1, 2] {
+        let mut transmit = ByHand::new(&sender, 1, 256);
+        transmit.driver.guest().write(BUFFERS, &frame);
+        transmit.add(2, frame.len() as u32, false);
+        transmit.turn(u32::MAX, 1 << 30);
+        assert_eq!(transmit.stats.drops().broadcast, dropped);
+    }
+}
+
+#[test]
+fn frames_before_a_broadcast_that_find_no_room_are_counted_too() {
+    let [one, receiver, other] = devices::<3>(1e6);
+    let (mut one, mut other) = (ByHand::new(&one, 1, 512), ByHand::new(&other, 1, 512));
+    let receive = ByHand::new(&receiver, 0, 256);
+    // As many batches as may wait for it, which nobody takes.
+    for _ in 0..256 {
+        send(&mut one, 1, 60);
+    }
+    let mut frame = frame(60);
+    frame[BYTES + 6..BYTES + 12].copy_from_slice(&mac(2));
+    other.driver.guest().write(BUFFERS, &frame);
+    other.add(3, frame.len() as u32, false);
+    frame[BYTES..BYTES + 6].fill(0xff);
+    let broadcast = Buffer { address: BUFFERS + 256, length: frame.len() as u32, writable: false };
+    other.driver.guest().write(broadcast.address, &frame);
+    other.driver.add(&[broadcast], false).unwrap();
+    other.driver.publish();
+    other.turn(u32::MAX, 1 << 30);
+    assert_eq!(other.stats.drops().no_buffers, 3 + 1);
+    assert_eq!(one.stats.drops().total(), 0);
+    drop(receive);
+    one.turn(0, 0);
 }
 
 #[test]
@@ -471,4 +514,18 @@ fn frame_of_a_socket_that_the_buffers_are_too_few_for_is_no_work() {
     assert!(queue.is_pending());
     queue.turn(64, QUANTUM_NS);
     assert_eq!(queue.stats.snapshot().operations.reads, 1);
+}
+
+/// A peer may send frames that are longer than all of a ring.
+#[test]
+fn frame_of_a_socket_that_all_buffers_are_too_few_for_is_dropped() {
+    let (_directory, nic, peer) = on_socket();
+    nic.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let mut queue = ByHand::new(&nic, 0, 4);
+    queue.add(4, 100, true);
+    peer.send(&[1; 1000]).unwrap();
+    peer.send(&[2; 60]).unwrap();
+    queue.turn(64, QUANTUM_NS);
+    assert_eq!(queue.stats.drops().too_long, 1);
+    assert_eq!(queue.driver.take().map(|(_, length)| length), Some((BYTES + 60) as u32));
 }

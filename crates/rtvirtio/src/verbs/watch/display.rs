@@ -17,6 +17,8 @@ use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_controller::history::Tails;
 use rtvirtio_controller::look::{DeviceRow, DiskRow, Look, Row, RowTarget};
 
+use crate::output;
+
 /// How many of the last events are shown.
 const EVENTS: usize = 8;
 
@@ -121,7 +123,7 @@ fn draw(frame: &mut Frame<'_>, look: &Look, events: &VecDeque<String>) {
 /// A look as lines of text.
 pub(super) fn text(look: &Look) -> String {
     let mut lines = vec![format!("{:.0} s", look.at_s)];
-    lines.extend(look.events.iter().map(|e| format!("  * {e}")));
+    lines.extend(look.events.iter().map(|e| format!("  * {}", output::visible(e))));
     let rows = look.tasks.iter().map(cells).chain(look.disks.iter().map(disk_cells));
     let rows = rows.chain(look.data_plane.iter().map(device_cells));
     for [vm, task, at, p50, p99, p999, p9999, target, misses, rate] in rows {
