@@ -7,9 +7,10 @@ SHELL := /bin/bash
 .PHONY: help setup build guest libvirt uml install uninstall deb demo bench test test-guests test-qos test-blktests test-full python test-python \
 	check fmt clippy rustdoc doc deny fuzz loom
 
-# A fresh rustup is not yet on PATH.
-export PATH := $(PATH):$(or $(CARGO_HOME),$(HOME)/.cargo)/bin
+# A fresh rustup is not yet on PATH. The shell knows a home directory without HOME too.
+export PATH := $(PATH):$(or $(CARGO_HOME),$(shell echo ~/.cargo))/bin
 
+# Binaries are built here whatever a cargo configuration says, because they are run from here.
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 RTVIRTIO := $(TARGET)/release/rtvirtio
 # Those that an operator may install, and the laboratory.
@@ -24,7 +25,7 @@ setup: ## Install what is missing (Debian packages, as root), or say what to ins
 	@scripts/setup build
 
 build: ## Build the release binaries; installs nothing (make setup does)
-	cargo build --release --locked $(BINARIES)
+	cargo build --release --locked --target-dir $(TARGET) $(BINARIES)
 
 install: ## Install what was built on this system, or below DESTDIR (root)
 	@scripts/install "$(DESTDIR)"
@@ -62,7 +63,7 @@ demo: ## Baselines and rtvirtio side by side on a scratch disk: 3 min after the 
 	@case "$$(ls /dev/kvm 2>/dev/null) $(DEMO_FLAGS)" in \
 		*--guests[=\ ]cgroup*) ;; \
 		/dev/kvm*|*--guests[=\ ]qemu*) scripts/guest $(GUEST) || echo "demo: without guests" ;; esac
-	cargo build --release --locked -p rtvirtio -p rtvirtio-lab
+	cargo build --release --locked --target-dir $(TARGET) -p rtvirtio -p rtvirtio-lab
 	$(RTVIRTIO)-lab demo --guest-image $(GUEST) $(DEMO_FLAGS)
 
 bench: ## Run an experiment of lab/experiments: make bench EXPERIMENT=strict; without, list them
@@ -99,15 +100,15 @@ test-full: test test-guests test-python ## All tests: make test, those that boot
 
 # The Python package, its environment and what its tests leave.
 PYTHON_DIR := $(abspath $(TARGET)/python)
-PYTHON_BIN := $(PYTHON_DIR)/venv/bin
+PYTHON_BIN := "$(PYTHON_DIR)/venv/bin"
 
 python: setup ## The Python package: its wheel, installed in an environment of its own
-	@scripts/python $(PYTHON_DIR)
-	@echo "wheel: $$(ls $(PYTHON_DIR)/wheels/*.whl), installed in $(PYTHON_DIR)/venv"
+	@scripts/python "$(PYTHON_DIR)"
+	@echo "wheel: $$(ls "$(PYTHON_DIR)"/wheels/*.whl), installed in $(PYTHON_DIR)/venv"
 
 # Exit code 3 of scripts/python: no Python 3.11 or no package index here.
 test-python: setup ## The Python package's tests, types, stubs and lints
-	@scripts/python $(PYTHON_DIR) || { [[ $$? == 3 ]] || exit 1; echo "tests: without Python"; exit 0; }; \
+	@scripts/python "$(PYTHON_DIR)" || { [[ $$? == 3 ]] || exit 1; echo "tests: without Python"; exit 0; }; \
 		cd python; set -x; \
 		$(PYTHON_BIN)/ruff format --check .; \
 		$(PYTHON_BIN)/ruff check .; \

@@ -41,6 +41,7 @@ pub fn claim_disk(device: &Path) -> Result<File> {
     let is_block = metadata.file_type().is_block_device();
     let disk = is_block.then(|| disk_of_partition(Path::new(SYS_DEV_BLOCK), metadata.rdev()));
     let Some(disk) = disk.flatten() else { return claim(device) };
+    refuse_read_only(device, metadata.rdev())?;
     claim(&disk).with_context(|| {
         format!(
             "{} is a partition, and probes change the scheduler of all of {} (beside its other users: calibrate --in)",
@@ -80,8 +81,7 @@ pub fn claim(device: &Path) -> Result<File> {
         .custom_flags(libc::O_EXCL)
         .open(device)
         .with_context(|| format!("{} is in use (mounted?)", device.display()))?;
-    let entry = Path::new(SYS_DEV_BLOCK).join(name_of(metadata.rdev()));
-    ensure!(!is_read_only(&entry), "{} is read-only, and would be written to", device.display());
+    refuse_read_only(device, metadata.rdev())?;
     // A scratch disk's server has it open.
     if is_scratch(device) {
         return Ok(claimed);
@@ -94,6 +94,12 @@ pub fn claim(device: &Path) -> Result<File> {
         std::thread::sleep(Duration::from_millis(100));
     }
     Ok(claimed)
+}
+
+fn refuse_read_only(device: &Path, number: u64) -> Result<()> {
+    let entry = Path::new(SYS_DEV_BLOCK).join(name_of(number));
+    ensure!(!is_read_only(&entry), "{} is read-only, and would be written to", device.display());
+    Ok(())
 }
 
 /// Whether the kernel lets nobody write to a disk or partition.

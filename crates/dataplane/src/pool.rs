@@ -340,7 +340,7 @@ impl Pool {
         let mut thread = lock(&place.thread);
         let on = thread.ok_or(PoolError::NoQueue)?;
         let (back, answer) = mpsc::channel();
-        self.post(on, ThreadMessage::Stop { key: key.table(), back })?;
+        self.post(on, ThreadMessage::Stop { key: key.table(), for_good: true, back })?;
         let mut queue = answer.recv().map_err(|_| PoolError::NoThread)?;
         queue.end();
         queue.stats().see(0);
@@ -391,7 +391,7 @@ impl Pool {
         let thread = lock(&place.thread);
         let on = thread.ok_or(PoolError::NoQueue)?;
         let (back, answer) = mpsc::channel();
-        self.post(on, ThreadMessage::Stop { key: key.table(), back })?;
+        self.post(on, ThreadMessage::Stop { key: key.table(), for_good: false, back })?;
         let mut queue = answer.recv().map_err(|_| PoolError::NoThread)?;
         edit(&mut queue);
         let (done, answer) = mpsc::channel();

@@ -66,6 +66,8 @@ pub struct Queue {
     call: Option<Call>,
     error: Option<Call>,
     enabled: bool,
+    /// It stops for good once nothing is in flight.
+    is_ending: bool,
     /// Whoever does not have the queue looks too.
     broken: Arc<OnceLock<Broken>>,
     stats: Arc<QueueStats>,
@@ -293,6 +295,7 @@ impl Queue {
             call: None,
             error,
             enabled: true,
+            is_ending: false,
             broken: Arc::default(),
             stats,
             in_flight: 0,
@@ -526,7 +529,14 @@ impl Queue {
     /// Requests of an earlier server that are still to be done again: the ring's base counts them
     /// as taken.
     pub(crate) fn recovering(&self) -> u16 {
-        if self.is_served() { self.source.recovering() } else { 0 }
+        let is_done_again = self.is_served() || self.is_ending && self.broken.get().is_none();
+        if is_done_again { self.source.recovering() } else { 0 }
+    }
+
+    /// It stops for good. What an earlier server had begun is done again before, as what is in flight ends before, even if the
+    /// queue is disabled: front ends disable it before they ask for its base, and nobody else would do these requests.
+    pub(crate) const fn set_ending(&mut self) {
+        self.is_ending = true;
     }
 
     pub(crate) fn in_flight(&self) -> u16 {

@@ -140,7 +140,7 @@ impl Socket {
     /// Sends what is left of the last frame.
     ///
     /// # Errors
-    /// [`is_temporary`]: the socket takes no more now. Others: there is no peer.
+    /// [`Errno::AGAIN`]: the socket takes no more now. [`is_short_of_memory`]: the kernel does not. Others: there is no peer.
     pub(crate) fn flush(&self, outgoing: &mut Outgoing) -> Result<(), Errno> {
         while outgoing.at < outgoing.rest.len() {
             let rest = &outgoing.rest[outgoing.at..];
@@ -282,11 +282,10 @@ impl AsFd for Socket {
     }
 }
 
-/// Whether a socket that takes nothing now may take it later. Half a frame that is given up makes the peer take what follows for the
-/// rest, so this is done only where there is no peer.
-pub(crate) const fn is_temporary(errno: Errno) -> bool {
-    // The kernel has no memory for it at the moment, or the limit of the control group is reached.
-    matches!(errno, Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM)
+/// Whether it was the kernel that had no memory for what was sent, or the control group that allowed no more. Half a frame that
+/// is given up makes the peer take what follows for the rest, so this is done only where there is no peer.
+pub(crate) const fn is_short_of_memory(errno: Errno) -> bool {
+    matches!(errno, Errno::NOBUFS | Errno::NOMEM)
 }
 
 fn last_error() -> Errno {
@@ -298,12 +297,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rest_of_a_frame_is_given_up_only_without_a_peer() {
-        for errno in [Errno::AGAIN, Errno::NOBUFS, Errno::NOMEM] {
-            assert!(is_temporary(errno), "{errno}");
+    fn peer_that_is_gone_is_told_from_a_kernel_without_memory() {
+        for errno in [Errno::NOBUFS, Errno::NOMEM] {
+            assert!(is_short_of_memory(errno), "{errno}");
         }
-        for errno in [Errno::PIPE, Errno::CONNRESET, Errno::NOTCONN] {
-            assert!(!is_temporary(errno), "{errno}");
+        for errno in [Errno::AGAIN, Errno::PIPE, Errno::CONNRESET, Errno::NOTCONN] {
+            assert!(!is_short_of_memory(errno), "{errno}");
         }
     }
 }

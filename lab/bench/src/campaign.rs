@@ -232,7 +232,8 @@ impl Campaign<'_> {
         profile: &'a Profile,
     ) -> Result<BTreeMap<rtvirtio_units::DeviceName, FoundDevice<'a>>> {
         let identity = self.testbed.identity()?;
-        let found = FoundDevice { profile, identity, model: Model::Structural, schedulers: None };
+        let schedulers = Some(self.testbed.schedulers());
+        let found = FoundDevice { profile, identity, model: Model::Structural, schedulers };
         Ok([(self.testbed.device().name.clone(), found)].into())
     }
 

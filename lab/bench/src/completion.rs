@@ -289,9 +289,10 @@ impl Experiment for Benchmark {
         (!is_same && !self.live).then_some("another window or number of CPUs")
     }
 
-    fn set_up(&self, missing: &[CellKey], _: &Run<'_>) -> Result<Self::Setup> {
+    fn set_up(&self, missing: &[CellKey], run: &Run<'_>) -> Result<Self::Setup> {
         let reads_file = missing.iter().any(|key| key.io.is_some_and(|io| io.target.is_file()));
-        let file = reads_file.then(|| TestFile::make(&self.directory)).transpose()?;
+        let file =
+            reads_file.then(|| TestFile::make(&self.directory, run.interrupted)).transpose()?;
         Ok((file, Costs::calibrate()))
     }
 

@@ -24,7 +24,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
-use rtvirtio_host::interrupt::wait;
+use rtvirtio_host::interrupt::{Interrupted, wait};
 use rtvirtio_spec::run::Machine;
 use rtvirtio_testbed::client::Endpoint;
 use rtvirtio_testbed::load::{self, Load, Measured, Operation};
@@ -269,11 +269,11 @@ impl Experiment for Benchmark {
         self.seconds.max(tail) + AROUND + idle
     }
 
-    fn set_up(&self, missing: &[CellKey], _: &Run<'_>) -> Result<Disks> {
+    fn set_up(&self, missing: &[CellKey], run: &Run<'_>) -> Result<Disks> {
         if missing.iter().any(|key| key.server == ServerKind::Qsd) {
             eprintln!("qemu-storage-daemon {}", qsd_version()?);
         }
-        Disks::make(missing, &self.disk_directory)
+        Disks::make(missing, &self.disk_directory, run.interrupted)
     }
 
     fn measure(&self, disks: &mut Disks, key: &CellKey, run: &Run<'_>) -> Result<Cell> {
@@ -405,10 +405,10 @@ pub struct Disks {
 }
 
 impl Disks {
-    fn make(keys: &[CellKey], directory: &Path) -> Result<Self> {
+    fn make(keys: &[CellKey], directory: &Path, interrupted: &Interrupted) -> Result<Self> {
         let make = |medium, directory: &Path, bytes| {
             let is_wanted = keys.iter().any(|key| key.case.medium == medium);
-            is_wanted.then(|| open_raw(directory, Bytes::new(bytes))).transpose()
+            is_wanted.then(|| open_raw(directory, Bytes::new(bytes), interrupted)).transpose()
         };
         Ok(Self {
             tmpfs: make(Medium::Tmpfs, Path::new("/dev/shm"), SMALL)?,

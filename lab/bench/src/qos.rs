@@ -171,7 +171,7 @@ impl Experiment for Benchmark {
         if missing.iter().any(|key| key.scheme == Scheme::Throttle) {
             qsd_version()?;
         }
-        let disk = Disk::make(&self.on, Bytes::new(DISK * 5))?;
+        let disk = Disk::make(&self.on, Bytes::new(DISK * 5), run.interrupted)?;
         let curve = match (&self.on, &self.profile) {
             (_, Some(profile)) => Curve::of_profile(&profile.capacity),
             (Backing::Ssd(name), None) => Curve::of_ssd(name.parse()?),

@@ -7,7 +7,9 @@ use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Result, ensure};
-use rtvirtio_calibrate::load::{MachineSample, Measurement, Place, RAMP, TaskMeasurement};
+use rtvirtio_calibrate::load::{
+    CellLoad, MachineSample, Measurement, Place, RAMP, TaskMeasurement,
+};
 use rtvirtio_calibrate::testbed::{self as calibrate, CGROUP_ROOT, DeviceUnderTest, GUEST_FILES};
 use rtvirtio_cases::{Case, Neighbour, Scale, Scheme, SchemeSettings, Tier};
 use rtvirtio_host::interrupt::{Interrupted, wait};
@@ -137,6 +139,8 @@ impl Testbed {
         ensure!(self.guests_run(), "only guests are given a scale");
         let cpus = std::thread::available_parallelism()?.get() as f64;
         let room = GUESTS_CPU * cpus;
+        let longest = TRIAL_IDLE + CellLoad::duration(TRIAL) * TRIALS as u32;
+        eprintln!("Trials of what the load costs in the guests: up to {} s", longest.as_secs());
         let idle = MachineSample::now()?;
         wait(TRIAL_IDLE, interrupted)?;
         let idle = idle.since()?.busy_cores;

@@ -118,6 +118,7 @@ impl Accelerator {
         if !Path::new("/dev/kvm").exists() {
             return Ok(Self::Tcg);
         }
+        eprintln!("Seeing whether a guest boots under KVM: up to {} s", PROBE_BOOT.as_secs());
         let directory = WorkDirectory::new()?;
         let start = Start::new(image, Self::Kvm, directory.path(), "probe");
         let guest = Process::start(&start)?;
@@ -232,6 +233,12 @@ impl Guests {
     /// # Errors
     /// If QEMU fails or a guest's agent does not answer in time; all are gone then.
     pub fn boot_all(&mut self, interrupted: &Interrupted) -> Result<()> {
+        eprintln!(
+            "Booting {} guests under {}: up to {} s",
+            self.layout.len(),
+            self.accelerator.name(),
+            BOOT.as_secs()
+        );
         let vms = self.layout.keys();
         let started = vms.map(|vm| self.boot(vm)).collect::<Result<Vec<_>>>()?;
         let deadline = Instant::now() + BOOT;

@@ -21,17 +21,18 @@ use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::str::FromStr;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::RecvTimeoutError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use rtvirtio_cases::Scale;
 pub use rtvirtio_engine::SsdConfig;
-use rtvirtio_host::interrupt::{Interrupted, wait};
+use rtvirtio_host::interrupt::{Interrupted, InterruptedError, wait};
 use rtvirtio_units::Bytes;
+use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
 use crate::random::Random;
@@ -89,6 +90,13 @@ impl Backing {
     }
 }
 
+/// How often somebody who waits looks whether the user has interrupted it.
+const STEP: Duration = Duration::from_millis(100);
+/// How often it is said how much of a file is written.
+const TELL_EVERY: Duration = Duration::from_secs(2);
+/// So much of a file is written before it is waited for that it is on the disk, so that the user can interrupt the wait.
+const PART: u64 = 32 << 20;
+
 /// Before the number in a line that makes a device slower.
 const SLOWER: &str = "slower ";
 
@@ -103,7 +111,7 @@ struct Ready {
 /// owner may be killed) or says what nobody understands; else it stays until SIGINT or SIGTERM.
 ///
 /// # Errors
-/// Without root, FUSE or a free loop device, with the remedy.
+/// Without root, FUSE or a free loop device, with the remedy; if a plain file is interrupted while it is written.
 pub fn serve(
     backing: &Backing,
     size: Bytes,
@@ -111,7 +119,12 @@ pub fn serve(
     owned: bool,
     interrupted: &Interrupted,
 ) -> Result<()> {
-    eprintln!("Making a scratch disk ({}, {size}): up to 10 s", backing.label());
+    match backing {
+        Backing::Ssd(name) => eprintln!("Making a scratch disk ({name}, {size}): up to 10 s"),
+        Backing::Raw(directory) => {
+            eprintln!("Writing a scratch disk of {size} in {}", directory.display());
+        }
+    }
     let (file, slow_down) = match backing {
         Backing::Ssd(name) => {
             let config: SsdConfig = name.parse()?;
@@ -120,7 +133,7 @@ pub fn serve(
             let (file, slow_down) = fuse::open_emulated(name, config, size, seed)?;
             (file, Some(slow_down))
         }
-        Backing::Raw(directory) => (open_raw(directory, size)?, None),
+        Backing::Raw(directory) => (open_raw(directory, size, interrupted)?, None),
     };
     let device = loop_device::LoopDevice::attach(file.as_fd())?;
     if owned {
@@ -136,7 +149,7 @@ pub fn serve(
             }
         });
         while !interrupted.load(Ordering::Relaxed) {
-            let line = match lines.recv_timeout(Duration::from_millis(100)) {
+            let line = match lines.recv_timeout(STEP) {
                 Ok(line) => line,
                 Err(RecvTimeoutError::Timeout) => continue,
                 Err(RecvTimeoutError::Disconnected) => break,
@@ -165,7 +178,10 @@ pub fn serve(
 }
 
 /// A file without holes that has no name any more: it goes with its last user. Nothing compresses it.
-pub fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
+///
+/// # Errors
+/// If the directory does not take it, or the user interrupts.
+pub fn open_raw(directory: &Path, size: Bytes, interrupted: &Interrupted) -> Result<File> {
     // The name is part of the device's identity: one directory, one identity, so that a
     // benchmark can go on with the profile that it has.
     let path = directory.join(".rtvirtio-scratch");
@@ -185,13 +201,25 @@ pub fn open_raw(directory: &Path, size: Bytes) -> Result<File> {
     let mut random = Random::new(size.get());
     let mut chunk = vec![0; 1 << 20];
     let mut left = size.get();
+    let mut told = Instant::now();
     while left > 0 {
+        if interrupted.load(Ordering::Relaxed) {
+            return Err(InterruptedError.into());
+        }
         chunk.chunks_exact_mut(8).for_each(|w| w.copy_from_slice(&random.next().to_le_bytes()));
         let n = left.min(chunk.len() as u64) as usize;
         (&file).write_all(&chunk[..n]).with_context(|| {
             format!("fill {} bytes in {} (name another directory)", size.get(), directory.display())
         })?;
         left -= n as u64;
+        if left.is_multiple_of(PART) {
+            file.sync_data().with_context(|| format!("write {} to disk", path.display()))?;
+        }
+        if told.elapsed() >= TELL_EVERY {
+            told = Instant::now();
+            let done = size.get() - left;
+            eprintln!("{} of {size} written", Bytes::new(done));
+        }
     }
     file.sync_all()?;
     Ok(file)
@@ -214,8 +242,13 @@ impl ScratchDisk {
     /// Starts a server: `scratch …` is a verb of the running program, `rtvirtio-lab`.
     ///
     /// # Errors
-    /// What the server said on its way down.
-    pub fn start(backing: &Backing, size: Bytes, seed: u64) -> Result<Self> {
+    /// What the server said on its way down; if the user interrupts.
+    pub fn start(
+        backing: &Backing,
+        size: Bytes,
+        seed: u64,
+        interrupted: &Interrupted,
+    ) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.arg("scratch").arg("--json").arg("--size-mib").arg((size.get() >> 20).to_string());
         command.arg("--seed").arg(seed.to_string());
@@ -231,10 +264,13 @@ impl ScratchDisk {
             .process_group(0)
             .spawn()
             .context("start the scratch disk")?;
-        let mut line = String::new();
-        if let Some(stdout) = server.stdout.take() {
-            BufReader::new(stdout).read_line(&mut line)?;
-        }
+        let stdout = server.stdout.take().context("the scratch disk has no standard output")?;
+        let Some(line) = first_line(stdout, interrupted)? else {
+            // It may be in the middle of a file, and does not hear the user itself.
+            let _ = kill_process(Pid::from_child(&server), Signal::TERM);
+            let _ = server.wait();
+            return Err(InterruptedError.into());
+        };
         let Ok(ready) = serde_json::from_str::<Ready>(&line) else {
             let status = server.wait()?;
             let why = match status.signal() {
@@ -277,9 +313,61 @@ impl Drop for ScratchDisk {
     }
 }
 
+/// The first line that a server prints; `None` if the user interrupts before.
+fn first_line(stdout: ChildStdout, interrupted: &Interrupted) -> Result<Option<String>> {
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let mut line = String::new();
+        let read = BufReader::new(stdout).read_line(&mut line);
+        // Nobody waits for it any more if the user has interrupted.
+        let _ = tell.send(read.map(|_| line));
+    });
+    loop {
+        match told.recv_timeout(STEP) {
+            Ok(line) => return Ok(Some(line?)),
+            Err(RecvTimeoutError::Disconnected) => bail!("the scratch disk's reader failed"),
+            Err(RecvTimeoutError::Timeout) if interrupted.load(Ordering::Relaxed) => {
+                return Ok(None);
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn file_is_whole_and_has_no_name_and_an_interrupted_one_is_given_up() {
+        let directory = tempfile::tempdir().unwrap();
+        let (size, interrupted) = (Bytes::new(3 << 20), Interrupted::new(false));
+        let file = open_raw(directory.path(), size, &interrupted).unwrap();
+        assert_eq!(file.metadata().unwrap().len(), size.get());
+        interrupted.store(true, Ordering::Relaxed);
+        let error = open_raw(directory.path(), size, &interrupted).unwrap_err();
+        assert!(error.is::<InterruptedError>(), "{error:#}");
+        assert_eq!(directory.path().read_dir().unwrap().count(), 0);
+    }
+
+    #[test]
+    fn server_that_says_nothing_is_waited_for_until_the_user_interrupts() {
+        let run = |script: &str| {
+            let mut shell = Command::new("sh");
+            shell.args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap()
+        };
+        let interrupted = Interrupted::new(false);
+        let mut says = run("echo ready; echo more");
+        let line = first_line(says.stdout.take().unwrap(), &interrupted).unwrap();
+        assert_eq!(line.as_deref(), Some("ready\n"));
+        let _ = says.wait();
+        let mut silent = run("exec sleep 60");
+        interrupted.store(true, Ordering::Relaxed);
+        let line = first_line(silent.stdout.take().unwrap(), &interrupted).unwrap();
+        assert_eq!(line, None);
+        let _ = silent.kill();
+        let _ = silent.wait();
+    }
 
     #[test]
     fn backing_is_an_ssd_that_there_is_or_a_directory() {

@@ -170,6 +170,14 @@ pub fn rtvirtio() -> Result<PathBuf> {
     Ok(rtvirtio)
 }
 
+/// Whether the kernel gives this process an io_uring, without which `rtvirtio serve` serves nothing.
+///
+/// # Errors
+/// It does not.
+pub fn try_ring() -> std::io::Result<()> {
+    io_uring::IoUring::new(1).map(drop)
+}
+
 /// As QEMU reads it: a comma ends a value, unless doubled.
 pub fn escaped(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")

@@ -28,17 +28,23 @@ impl WorkDirectory {
     ///
     /// # Errors
     ///
-    /// What the system says.
+    /// What the system says, with the directory's name: `TMPDIR` may name one that is not there.
     pub fn new() -> io::Result<Self> {
         Self::new_in(&std::env::temp_dir())
     }
 
     fn new_in(parent: &Path) -> io::Result<Self> {
-        for entry in parent.read_dir()?.flatten() {
+        let named = |e: io::Error| {
+            let what =
+                format!("make a directory in {} (TMPDIR names another): {e}", parent.display());
+            io::Error::new(e.kind(), what)
+        };
+        for entry in parent.read_dir().map_err(named)?.flatten() {
             // Whoever is in the way of that is in nobody else's.
             let _ = remove_abandoned(&entry);
         }
-        let directory = tempfile::Builder::new().prefix(PREFIX).tempdir_in(parent)?;
+        let directory =
+            tempfile::Builder::new().prefix(PREFIX).tempdir_in(parent).map_err(named)?;
         let lock = File::open(directory.path())?;
         flock(&lock, FlockOperation::NonBlockingLockShared)?;
         Ok(Self { directory, _lock: lock })
@@ -77,6 +83,14 @@ mod tests {
     fn make_old(path: &Path) {
         let old = SystemTime::now() - 2 * YOUNG;
         File::open(path).unwrap().set_modified(old).unwrap();
+    }
+
+    #[test]
+    fn temporary_directory_that_is_not_there_is_named() {
+        let gone = tempfile::tempdir().unwrap().path().join("gone");
+        let error = WorkDirectory::new_in(&gone).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        assert!(error.to_string().contains(gone.to_str().unwrap()), "{error}");
     }
 
     #[test]

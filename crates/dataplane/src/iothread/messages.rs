@@ -32,8 +32,8 @@ pub(crate) enum ThreadMessage {
         left: mpsc::Sender<u64>,
         done: mpsc::Sender<u64>,
     },
-    /// Fetch no more from this queue and give it back when nothing is in flight.
-    Stop { key: TableKey, back: mpsc::Sender<Box<Queue>> },
+    /// Fetch no more from this queue and give it back when nothing is in flight: for good, or to go on after a change.
+    Stop { key: TableKey, for_good: bool, back: mpsc::Sender<Box<Queue>> },
     /// Change something.
     Edit { key: TableKey, edit: Edit, done: mpsc::Sender<()> },
     /// This queue has stopped: none of its results comes by any more.
@@ -108,9 +108,12 @@ impl IoThread {
                 // A thread is not ended while a move to it is under way.
                 let _ = to.post(ThreadMessage::Adopt { queue, done });
             }
-            ThreadMessage::Stop { key, back } => {
+            ThreadMessage::Stop { key, for_good, back } => {
                 if let Some(entry) = get_mut(&mut self.served, key) {
                     entry.stopping = Some(back);
+                    if for_good {
+                        entry.queue.set_ending();
+                    }
                 }
                 self.wake(key);
             }

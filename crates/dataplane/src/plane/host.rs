@@ -174,7 +174,11 @@ impl Host {
         let registered = FixedBuffers::register(memory, self.wish != Wish::On);
         let mut state = self.state();
         match registered {
-            Ok(None) => Ok(None),
+            // Memory that the front end has taken back is not to stay mapped and pinned for this.
+            Ok(None) => {
+                state.fixed = None;
+                Ok(None)
+            }
             Ok(Some(fixed)) => {
                 let fixed = Arc::new(fixed);
                 let regions = memory.regions().cloned().collect();
@@ -523,6 +527,26 @@ mod tests {
         let second = host.fixed(&other).unwrap().unwrap();
         assert!(!Arc::ptr_eq(&first, &second));
         assert!(!has(&other, &[one]));
+    }
+
+    #[test]
+    fn memory_that_is_gone_is_let_go_also_if_nothing_of_the_new_one_is_registered() {
+        if !has_io_uring() {
+            return;
+        }
+        let image = image();
+        let host = host_with(image.path(), Wish::Auto, Arc::new(|_, _| ()));
+        let file = memory(2 << 20);
+        rustix::io::pwrite(&file, &vec![1; 2 << 20], 0).unwrap();
+        let spec = rtvirtio_virtq::memory::RegionSpec { size: 2 << 20, ..region(0) };
+        let gone = Arc::new(Region::map(spec, file).unwrap());
+        let before = Memory::new(vec![Arc::clone(&gone)]).unwrap();
+        host.fixed(&before).unwrap();
+        drop(before);
+        // It has no pages yet.
+        let new = Memory::new(vec![mapped()]).unwrap();
+        assert!(host.fixed(&new).unwrap().is_none());
+        assert_eq!(Arc::strong_count(&gone), 1);
     }
 
     /// Memory of which the kernel pins no page: its file is shorter than the mapping.

@@ -21,8 +21,8 @@ use super::*;
 use crate::device::{Device, DeviceConfig, Limits};
 use crate::schedule::Member;
 use crate::stats::QueueStats;
-use rtvirtio_virtq::ring::Ring;
 use rtvirtio_virtq::ring::driver::{Buffer, Driver, GUEST, Guest, Options};
+use rtvirtio_virtq::ring::{Chain, Inflight, Ring};
 
 mod commands;
 mod dgram;
@@ -583,6 +583,34 @@ fn stop_waits_for_what_is_in_flight() {
     // All of them are there, without a further wait.
     assert_eq!((queue.reap(), stopped.base()), (16, 16));
     assert!(matches!(pool.stop(key), Err(PoolError::NoQueue)));
+}
+
+/// QEMU disables a queue before it asks for its base, which counts as taken what an earlier server had begun.
+#[test]
+fn disabled_queue_that_stops_ends_what_an_earlier_server_had_begun() {
+    let Some(pool) = pool() else { return };
+    let [id] = threads(&pool);
+    for (part, base) in [(0, 3), (1, 0x800c_800c)] {
+        let mut queue = Guarded::new(Shape::of(part));
+        let setup = queue.setup(&device(ram(), 1));
+        let (config, memory) = (*setup.ring.config(), Arc::clone(&setup.memory));
+        let (fd, bytes) = Inflight::create(1, config.size, config.packed).unwrap();
+        let area = Inflight::map(fd, 0, bytes, 1, config.size, config.packed).unwrap();
+        queue.fill();
+        queue.publish();
+        let mut killed = Ring::new(config, Arc::clone(&memory), area.queue(0)).unwrap();
+        let mut chain = Chain::default();
+        for _ in 0..3 {
+            assert_eq!(killed.next(&mut chain), Ok(true));
+        }
+        drop(killed);
+        let ring = Ring::new(config, memory, area.queue(0)).unwrap();
+        let key = pool.start(QueueSetup { ring, enabled: false, ..setup }, id).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(queue.reap(), 0, "it is not enabled");
+        let stopped = pool.stop(key).unwrap();
+        assert_eq!((queue.reap(), stopped.base()), (3, base));
+    }
 }
 
 /// Whoever has kept a key of a queue that has stopped does nothing to the one that has its place now.

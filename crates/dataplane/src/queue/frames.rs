@@ -207,7 +207,7 @@ impl Frames {
             Direction::TapTransmit(_) => is_open && ring_is_pending(),
             Direction::TapReceive(receive) => is_open && receive.is_pending(ring_is_pending),
             Direction::SocketTransmit(transmit) => {
-                transmit.is_pending(is_open && ring_is_pending())
+                transmit.is_pending(is_open, is_open && ring_is_pending())
             }
             Direction::SocketReceive(receive) => is_open && receive.is_pending(ring_is_pending),
             Direction::PortTransmit(transmit) => {

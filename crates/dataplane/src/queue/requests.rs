@@ -72,7 +72,7 @@ impl Queue {
         if self.is_waiting() {
             return Pass::More;
         }
-        if !self.is_served() {
+        if !self.is_served() && self.recovering() == 0 {
             return Pass::Empty;
         }
         let mut limits = None;
@@ -322,7 +322,10 @@ impl Queue {
         }
         let slot = &mut self.inflight[usize::from(head)];
         slot.running = Some(running);
-        slot.started = *time;
+        // A divided request has started with its first part: the time that this took is none that it waited.
+        if slot.done_bytes() == 0 {
+            slot.started = *time;
+        }
         self.start_rest(head, turn);
     }
 

@@ -10,7 +10,7 @@ use rtvirtio_spec::plan::Plan;
 use serde_json::json;
 
 use crate::watchdog::ConfirmWatchdog;
-use crate::{Outcome, input};
+use crate::{Outcome, input, output};
 
 /// Arguments of `apply`.
 #[derive(clap::Args)]
@@ -152,14 +152,15 @@ pub(crate) fn verify(args: &VerifyArgs) -> Result<Outcome> {
         )?;
     } else {
         for d in &drift {
-            println!("{d}");
+            println!("{}", output::visible(&d.to_string()));
         }
         for vm in &absent {
             println!("VM {vm} does not run: not looked at");
         }
         println!("{}", if drift.is_empty() { "no drift" } else { "the host has drifted" });
         for w in &writers {
-            println!("may write too: {:?}: {}: {}", w.kind, w.file.display(), w.line);
+            let text = format!("{:?}: {}: {}", w.kind, w.file.display(), w.line);
+            println!("may write too: {}", output::visible(&text));
         }
     }
     Ok(if drift.is_empty() { Outcome::Done } else { Outcome::Changes })
@@ -182,6 +183,7 @@ pub(crate) fn rollback(args: &RollbackArgs) -> Result<Outcome> {
             RollbackOutcome::RolledBack(restoration) => {
                 println!("{what}: {} values restored", restoration.restored.len());
                 for skipped in &restoration.skipped {
+                    let skipped = output::visible(&skipped.to_string());
                     println!("{what}: gone since, nothing to restore: {skipped}");
                 }
             }

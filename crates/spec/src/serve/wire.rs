@@ -647,17 +647,18 @@ pub enum ImageLock {
     Off,
 }
 
-/// Whether guest memory is registered with the rings as fixed buffers, which pins it.
+/// Whether guest memory is registered with the rings as fixed buffers, which pins it. A guest that gives pages back, by a balloon
+/// or by free page reporting, gets others in their place later, and what is read into those that are registered does not reach it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum FixedBuffers {
     /// Where it is possible; if not, that is said once.
-    #[default]
     Auto,
     /// Or the front end is refused.
     On,
-    /// Not.
+    /// Not; as by default.
+    #[default]
     Off,
 }
 

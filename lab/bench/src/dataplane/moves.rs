@@ -220,7 +220,7 @@ impl Moves {
         ensure!(self.rate.is_finite() && self.rate >= 1.0, "--rate must be 1 or more");
         let program = self.program.clone().map_or_else(rtvirtio, Ok)?;
         let directory = WorkDirectory::new()?;
-        let disk = || open_raw(&self.disk_directory, Bytes::new(SIZE));
+        let disk = || open_raw(&self.disk_directory, Bytes::new(SIZE), interrupted);
         let disk = (stage == Stage::Disk).then(disk).transpose()?;
         let at = |name: &str| directory.path().join(name);
         let engine = match (&disk, stage) {

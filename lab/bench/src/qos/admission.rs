@@ -202,9 +202,9 @@ impl Experiment for Benchmark {
         (!is_known).then_some("other sets than this program makes")
     }
 
-    fn set_up(&self, _: &[Set], _: &Run<'_>) -> Result<ScratchDisk> {
+    fn set_up(&self, _: &[Set], run: &Run<'_>) -> Result<ScratchDisk> {
         let size = Bytes::new(DISK * (MAX_TASKS as u64 + 1));
-        ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1)
+        ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1, run.interrupted)
     }
 
     fn measure(&self, disk: &mut ScratchDisk, set: &Set, run: &Run<'_>) -> Result<Cell> {

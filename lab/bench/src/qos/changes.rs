@@ -157,9 +157,9 @@ impl Experiment for Benchmark {
         WARM_UP + 4 * self.phase + AROUND
     }
 
-    fn set_up(&self, _: &[RunKey], _: &experiment::Run<'_>) -> Result<ScratchDisk> {
+    fn set_up(&self, _: &[RunKey], run: &experiment::Run<'_>) -> Result<ScratchDisk> {
         let size = Bytes::new(DISK * (u64::from(VMS) + 1));
-        ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1)
+        ScratchDisk::start(&Backing::Ssd(self.ssd.clone()), size, 1, run.interrupted)
     }
 
     fn measure(

@@ -133,7 +133,7 @@ impl Experiment for Benchmark {
         let program = rtvirtio()?;
         let guests = self.image.find(interrupted)?;
         let backing = Backing::Ssd(DEVICE.to_owned());
-        let mut disk = ScratchDisk::start(&backing, DISK, 1)?;
+        let mut disk = ScratchDisk::start(&backing, DISK, 1, interrupted)?;
         let mut testbed = Testbed::new(disk.device(), disk.label())?;
         let scale = match self.scale.get() {
             Some(scale) => *scale,

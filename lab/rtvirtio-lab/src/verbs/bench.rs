@@ -235,7 +235,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let guests = choose(&args.image, args.guests, interrupted)?;
     let scale = guests.as_ref().map_or(Scale::ONE, |(_, accelerator)| accelerator.scale());
     let backing = args.backing.backing()?.slower(scale);
-    let disk = ScratchDisk::start(&backing, DISK, args.seed)?;
+    let disk = ScratchDisk::start(&backing, DISK, args.seed, interrupted)?;
     let mut testbed = Testbed::new(disk.device(), disk.label())?;
     if let Some(guests) = &guests {
         testbed.boot_guests(guests, Case::new(4, Mix::LightMediumHeavy)?, None, interrupted)?;

@@ -18,7 +18,7 @@ use rtvirtio_calibrate::load::CellLoad;
 use rtvirtio_calibrate::testbed::DeviceUnderTest as _;
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
 use rtvirtio_cli::progress::human;
-use rtvirtio_host::doctor::{Status, probe};
+use rtvirtio_host::doctor::{Status, io_uring, probe};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_spec::run::Cell;
@@ -27,7 +27,7 @@ use rtvirtio_testbed::curve::Curve;
 use rtvirtio_testbed::device::Testbed;
 use rtvirtio_testbed::guests::{Accelerator, GuestImage, ImageArgs, MEMORY_MIB, Served};
 use rtvirtio_testbed::scratch::{Backing, ScratchDisk};
-use rtvirtio_testbed::server::rtvirtio;
+use rtvirtio_testbed::server::{rtvirtio, try_ring};
 use rtvirtio_units::Bytes;
 
 use super::bench::DISK;
@@ -109,13 +109,13 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         "raw" => Backing::Raw(args.raw_dir.clone()),
         name => Backing::ssd(name)?,
     };
-    check_host(&backing)?;
+    check_host(&backing, args.schemes())?;
     let kind = kind_within_memory(&backing, args.guests)?;
     let guests = for_demo(&args.image, kind, interrupted)?;
     create_directory(&args.out)?;
     let case = Case::new(4, Mix::LightMediumHeavy)?;
     let program = rtvirtio()?;
-    let mut disk = ScratchDisk::start(&backing, DISK, 1)?;
+    let mut disk = ScratchDisk::start(&backing, DISK, 1, interrupted)?;
     let mut testbed = Testbed::new(disk.device(), disk.label())?;
     // Not before this host is taken: another demo may be at work in the directory.
     remove_earlier(&args.out);
@@ -328,12 +328,19 @@ fn cost(before: Served, after: Served, time: Duration) -> String {
 }
 
 /// Clear words, before anything is started, on what the host lacks.
-fn check_host(backing: &Backing) -> Result<()> {
-    let mut needed = vec!["root", "loop", "fio", "bfq", "kyber", "mq-deadline", "limits"];
+fn check_host(backing: &Backing, schemes: &[Scheme]) -> Result<()> {
+    // The hand setting is bfq's, too.
+    let mut needed = vec!["root", "loop", "fio", "bfq", "limits", "io_uring"];
     if matches!(backing, Backing::Ssd(_)) {
         needed.push("fuse");
     }
-    let findings = probe(&input::host());
+    // The calibration leaves out the probes of a scheduler that is not there, and so the plan does not choose it.
+    if schemes.contains(&Scheme::Kyber) {
+        needed.extend(["kyber", "mq-deadline"]);
+    }
+    let host = input::host();
+    let mut findings = probe(&host);
+    findings.push(io_uring(&host, try_ring()));
     let missing: Vec<_> = findings
         .iter()
         .filter(|f| needed.contains(&f.name) && f.status == Status::Missing)

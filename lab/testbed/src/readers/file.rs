@@ -5,6 +5,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_units::Bytes;
 use rustix::fs::OFlags;
 
@@ -25,15 +26,15 @@ impl TestFile {
     /// Writes one of `FILE_MIB` to a directory's disk.
     ///
     /// # Errors
-    /// If the directory is in memory, has no room, or does not do direct I/O.
-    pub fn make(directory: &Path) -> Result<Self> {
+    /// If the directory is in memory, has no room, or does not do direct I/O; if the user interrupts.
+    pub fn make(directory: &Path, interrupted: &Interrupted) -> Result<Self> {
         let at = directory.display();
         let kind = rustix::fs::statfs(directory).map(|of| of.f_type as u64);
         ensure!(
             !IN_MEMORY.contains(&kind.with_context(|| format!("look at {at}"))?),
             "{at} is in memory: there is no device to wait for (name a --directory on a disk)"
         );
-        let file = open_raw(directory, Bytes::new(FILE_MIB << 20))
+        let file = open_raw(directory, Bytes::new(FILE_MIB << 20), interrupted)
             .with_context(|| format!("make a file in {at} (name another --directory)"))?;
         let mut direct = OpenOptions::new();
         direct.read(true).custom_flags(OFlags::DIRECT.bits() as i32);

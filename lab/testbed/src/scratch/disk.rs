@@ -4,6 +4,7 @@ use std::fs::File;
 use std::path::PathBuf;
 
 use anyhow::{Result, ensure};
+use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_units::Bytes;
 
 use super::{Backing, ScratchDisk, open_raw, path_of};
@@ -21,13 +22,13 @@ impl Disk {
     ///
     /// # Errors
     /// As [`ScratchDisk::start`]; a directory that is none, or has no room.
-    pub fn make(on: &Backing, size: Bytes) -> Result<Self> {
+    pub fn make(on: &Backing, size: Bytes, interrupted: &Interrupted) -> Result<Self> {
         match on {
-            Backing::Ssd(_) => Ok(Self::Ssd(ScratchDisk::start(on, size, 1)?)),
+            Backing::Ssd(_) => Ok(Self::Ssd(ScratchDisk::start(on, size, 1, interrupted)?)),
             Backing::Raw(directory) => {
                 ensure!(directory.is_dir(), "{} is no directory", directory.display());
                 eprintln!("Writing a file of {size} in {}", directory.display());
-                Ok(Self::File(open_raw(directory, size)?))
+                Ok(Self::File(open_raw(directory, size, interrupted)?))
             }
         }
     }

@@ -16,6 +16,7 @@ use linux_raw_sys::loop_device::{
     loop_config,
 };
 use rtvirtio_calibrate::device::{SCRATCH_DISKS, is_scratch};
+use rustix::fs::FlockOperation;
 
 /// Numbers tried for a new device: above those that others ask for.
 const NUMBERS: std::ops::Range<i32> = 100..200;
@@ -33,8 +34,11 @@ impl LoopDevice {
     /// Attaches `backing` with direct I/O to a new loop device.
     pub(super) fn attach(backing: BorrowedFd<'_>) -> Result<Self> {
         let control = control()?;
-        sweep(&control);
         std::fs::create_dir_all(SCRATCH_DISKS)?;
+        // One start at a time: a device that another one has only just added looks like one that was left.
+        let turn = File::open(SCRATCH_DISKS)?;
+        rustix::fs::flock(&turn, FlockOperation::LockExclusive)?;
+        sweep(&control);
         for number in NUMBERS {
             match request(&control, LOOP_CTL_ADD, number) {
                 Ok(()) => {}
@@ -43,7 +47,8 @@ impl LoopDevice {
             }
             let path = PathBuf::from(format!("/dev/loop{number}"));
             let note = File::create(note(number))?;
-            rustix::fs::flock(&note, rustix::fs::FlockOperation::NonBlockingLockExclusive)?;
+            // Who looks whether the disk is served holds it for that moment.
+            rustix::fs::flock(&note, FlockOperation::LockExclusive)?;
             // From here on Drop removes it.
             let mut device = Self { number, open: None, path, _note: note };
             let node = OpenOptions::new().read(true).write(true).open(&device.path);

@@ -1,11 +1,10 @@
 //! Against qemu-storage-daemon: the tools find what they are made to find, and nothing else.
 
 use std::fs::File;
-use std::io::Write as _;
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::Path;
 
-use rtvirtio_engine::testing::has_io_uring;
+use rtvirtio_engine::testing::{has_io_uring, skipped};
 
 use super::*;
 use crate::server::{Backing, ServerKind, Setup, qsd_version};
@@ -20,10 +19,10 @@ struct Bed {
 }
 
 impl Bed {
-    /// `None`, and says so, without qemu-storage-daemon and the rings that it is told to take.
-    fn new(test: &str) -> Option<Self> {
+    /// `None`, and says so, without qemu-storage-daemon, and the rings and direct I/O that it is told to use.
+    fn new() -> Option<Self> {
         if let Err(error) = qsd_version() {
-            let _ = writeln!(std::io::stderr(), "SKIPPED {test}: {error:#}");
+            skipped(format_args!("{error:#}"));
             return None;
         }
         if !has_io_uring() {
@@ -32,6 +31,12 @@ impl Bed {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = directory.path().join("disk");
         File::create(&path).unwrap().set_len(BYTES).unwrap();
+        // Linux before 6.6 has none on tmpfs.
+        let direct = File::options().read(true).custom_flags(libc::O_DIRECT).open(&path);
+        if let Err(error) = direct {
+            skipped(format_args!("needs direct I/O in /dev/shm: {error}"));
+            return None;
+        }
         let interrupted = Interrupted::new(false);
         Some(Self { directory, backing: Backing::File(path), interrupted })
     }
@@ -90,7 +95,7 @@ fn violation(error: &anyhow::Error) -> &Violation {
 
 #[test]
 fn sound_server_passes_with_every_kind_of_request() {
-    let Some(bed) = Bed::new("sound_server_passes_with_every_kind_of_request") else { return };
+    let Some(bed) = Bed::new() else { return };
     let server = bed.server();
     let mut verifier = Verifier::new(bed.options()).unwrap();
     verifier.load(Duration::from_secs(1), &bed.interrupted).unwrap();
@@ -105,7 +110,7 @@ fn sound_server_passes_with_every_kind_of_request() {
 
 #[test]
 fn block_changed_behind_its_back_is_found() {
-    let Some(bed) = Bed::new("block_changed_behind_its_back_is_found") else { return };
+    let Some(bed) = Bed::new() else { return };
     let (mut verifier, _server) = bed.loaded();
     let [number, _] = bed.two_tagged();
     bed.file().write_all_at(b"?", number * BLOCK as u64 + 1000).unwrap();
@@ -115,7 +120,7 @@ fn block_changed_behind_its_back_is_found() {
 
 #[test]
 fn swapped_blocks_are_found() {
-    let Some(bed) = Bed::new("swapped_blocks_are_found") else { return };
+    let Some(bed) = Bed::new() else { return };
     let (mut verifier, _server) = bed.loaded();
     let [one, other] = bed.two_tagged().map(|number| number * BLOCK as u64);
     let (file, mut first, mut second) = (bed.file(), [0; BLOCK], [0; BLOCK]);
@@ -131,7 +136,7 @@ fn swapped_blocks_are_found() {
 
 #[test]
 fn stale_block_is_found() {
-    let Some(bed) = Bed::new("stale_block_is_found") else { return };
+    let Some(bed) = Bed::new() else { return };
     let (mut verifier, _server) = bed.loaded();
     let [number, _] = bed.two_tagged();
     let mut old = [0; BLOCK];
@@ -147,7 +152,7 @@ fn stale_block_is_found() {
 
 #[test]
 fn disconnects_in_mid_io_lose_nothing() {
-    let Some(bed) = Bed::new("disconnects_in_mid_io_lose_nothing") else { return };
+    let Some(bed) = Bed::new() else { return };
     let server = bed.server();
     let mut verifier = Verifier::new(bed.options()).unwrap();
     // A busy machine may spend all of these short sessions on what each reads first.
@@ -165,7 +170,7 @@ fn disconnects_in_mid_io_lose_nothing() {
 
 #[test]
 fn kills_under_load_lose_nothing_acknowledged() {
-    let Some(bed) = Bed::new("kills_under_load_lose_nothing_acknowledged") else { return };
+    let Some(bed) = Bed::new() else { return };
     let (command, _) = bed.setup().command().unwrap();
     let (options, directory) = (bed.options(), bed.directory.path());
     let socket = options.socket.clone();
@@ -179,7 +184,7 @@ fn kills_under_load_lose_nothing_acknowledged() {
 
 #[test]
 fn kill_that_loses_a_write_is_found() {
-    let Some(bed) = Bed::new("kill_that_loses_a_write_is_found") else { return };
+    let Some(bed) = Bed::new() else { return };
     let (mut verifier, server) = bed.loaded();
     let [number, _] = bed.two_tagged();
     server.kill().unwrap();

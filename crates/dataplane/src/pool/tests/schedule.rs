@@ -377,6 +377,25 @@ fn one_request(queue: &mut Guarded, kind: u8, data: &[Buffer]) -> u8 {
     guest.read(BUFFERS + 16, 1)[0]
 }
 
+#[test]
+fn divided_request_is_served_from_its_first_part_on() {
+    let Some(pool) = pool() else { return };
+    let [id] = threads(&pool);
+    let part = Duration::from_millis(20);
+    let engine = Arc::new(RamEngine::new(Bytes::new(DISK), part).unwrap());
+    let device = device_in(schedule(4).join(share(1, None), None), engine, 1);
+    let mut queue = Guarded::new(Shape::of(0));
+    let setup = queue.setup(&device);
+    let stats = Arc::clone(&setup.stats);
+    let key = pool.start(setup, id).unwrap();
+    let length = 4 * MAX_TRANSFER.get() as u32;
+    let data = [Buffer { address: BUFFERS + 4096, length, writable: true }];
+    assert_eq!(one_request(&mut queue, 0, &data), 0);
+    pool.stop(key).unwrap();
+    let service = stats.snapshot().service.sum();
+    assert!(service.get() > 3 * 20_000_000, "{service:?}");
+}
+
 /// RAM that remembers the most bytes that were started in one turn of the IOThread.
 struct InATurn {
     ram: RamEngine,

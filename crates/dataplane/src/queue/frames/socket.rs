@@ -16,7 +16,7 @@ use super::buffers::{Buffers, Gathered};
 use super::{Gate, MAX_PARTS, Pass, Served, read_header, take};
 use crate::drr::{TurnBudget, cost};
 use crate::nic::Nic;
-use crate::socket::{Next, Outgoing, Socket, is_temporary};
+use crate::socket::{Next, Outgoing, Socket, is_short_of_memory};
 use crate::stats::{Dropped, Op, QueueStats};
 
 /// How long a datagram that the peer had no room for waits before it is sent again, ns: at first, and at most. Each time in a row
@@ -35,7 +35,10 @@ pub(super) struct SocketTransmit {
     is_blocked: bool,
     /// Whether the socket has not taken all of the last frame.
     has_rest: bool,
-    /// How long a datagram waits that is not taken, ns.
+    /// Whether the rest of the last frame waits until the gate opens: the kernel had no memory for it, which makes no socket
+    /// say that it takes no more.
+    rest_is_held: bool,
+    /// How long a datagram, or a rest, waits that is not taken, ns.
     retry_ns: u64,
 }
 
@@ -45,12 +48,21 @@ impl SocketTransmit {
         // An earlier session may have left some.
         let has_rest = !socket.outgoing().is_empty();
         let nic = Arc::clone(nic);
-        Self { nic, socket, parts, is_blocked: false, has_rest, retry_ns: RETRY_NS }
+        Self {
+            nic,
+            socket,
+            parts,
+            is_blocked: false,
+            has_rest,
+            rest_is_held: false,
+            retry_ns: RETRY_NS,
+        }
     }
 
     /// Whether a turn would find something to do, if the ring has a frame that may pass, or not.
-    pub(super) const fn is_pending(&self, has_frame: bool) -> bool {
-        !self.is_blocked && (has_frame || self.has_rest)
+    pub(super) const fn is_pending(&self, is_open: bool, has_frame: bool) -> bool {
+        let has_rest = self.has_rest && (is_open || !self.rest_is_held);
+        !self.is_blocked && (is_open && has_frame || has_rest)
     }
 
     pub(super) const fn is_blocked(&self) -> bool {
@@ -95,10 +107,16 @@ impl SocketTransmit {
         let socket = Arc::clone(&self.socket);
         let mut is_unpublished = false;
         while share.is_left() {
-            match socket.flush(outgoing) {
+            let flushed = socket.flush(outgoing);
+            self.rest_is_held = flushed.is_err_and(is_short_of_memory);
+            match flushed {
                 Ok(()) => {}
-                Err(errno) if is_temporary(errno) => {
+                Err(Errno::AGAIN) => {
                     self.is_blocked = true;
+                    return Ok((Pass::Empty, is_unpublished));
+                }
+                Err(_) if self.rest_is_held => {
+                    self.hold(gate);
                     return Ok((Pass::Empty, is_unpublished));
                 }
                 // There is nobody any more to have the rest.
@@ -112,10 +130,7 @@ impl SocketTransmit {
                 ring.untake(chain.id);
                 match socket.says_when_writable() {
                     true => self.is_blocked = true,
-                    false => {
-                        gate.close(self.retry_ns);
-                        self.retry_ns = (2 * self.retry_ns).min(MAX_RETRY_NS);
-                    }
+                    false => self.hold(gate),
                 }
                 return Ok((Pass::Empty, is_unpublished));
             }
@@ -133,6 +148,11 @@ impl SocketTransmit {
             share.ns -= cost::tap_ns(sent);
         }
         Ok((Pass::More, is_unpublished))
+    }
+
+    fn hold(&mut self, gate: &mut Gate<'_>) {
+        gate.close(self.retry_ns);
+        self.retry_ns = (2 * self.retry_ns).min(MAX_RETRY_NS);
     }
 
     /// Sends a frame; its length. `None`: the socket takes none now.

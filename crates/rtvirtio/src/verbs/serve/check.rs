@@ -321,10 +321,15 @@ mod tests {
             return rtvirtio_engine::testing::skipped("there is no user nobody");
         };
         let directory = tempfile::tempdir().unwrap();
+        // Without this, others' tests decide by the process's umask.
+        let mode = |mode: u32| {
+            let permissions = std::fs::Permissions::from_mode(mode);
+            std::fs::set_permissions(directory.path(), permissions).unwrap();
+        };
+        mode(0o755);
         let found = keeps_sockets(directory.path(), &identity).unwrap();
         assert!(found.contains("user nobody may not remove the sockets in "), "{found}");
-        let all = std::fs::Permissions::from_mode(0o1777);
-        std::fs::set_permissions(directory.path(), all).unwrap();
+        mode(0o1777);
         assert_eq!(keeps_sockets(directory.path(), &identity), None);
     }
 

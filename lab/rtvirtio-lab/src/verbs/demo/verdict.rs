@@ -169,7 +169,12 @@ impl Verdict {
         let whole = human(Duration::from_secs_f64(self.seconds));
         lines.push(match self.outcome() {
             Outcome::Done => {
-                format!("Verdict after {whole}: rtvirtio and the data plane meet what the hand setting meets.")
+                // In guests it may have failed.
+                let ours = match self.scheme(DATA_PLANE) {
+                    Some(_) => "rtvirtio and the data plane meet",
+                    None => "the data plane was not measured, and rtvirtio meets",
+                };
+                format!("Verdict after {whole}: {ours} what the hand setting meets.")
             }
             Outcome::Unmet => format!(
                 "Verdict after {whole}: a target that the hand setting meets is missed, as said above."
@@ -339,6 +344,16 @@ mod tests {
         late.disturbed = Some("canary".to_owned());
         late.canary.p99 = Nanos::from_millis(5);
         assert_eq!(verdict(&[cell("hand", 3, 1), late]).outcome(), Outcome::NotJudged);
+    }
+
+    #[test]
+    fn data_plane_without_a_cell_is_not_said_to_meet_anything() {
+        let cells = [cell("hand", 3, 1), cell("rtvirtio", 3, 1), cell(DATA_PLANE, 3, 1)];
+        let last = |cells: &[Cell]| verdict(cells).lines().pop().unwrap();
+        assert!(
+            last(&cells).ends_with("rtvirtio and the data plane meet what the hand setting meets.")
+        );
+        assert!(last(&cells[..2]).contains("the data plane was not measured"));
     }
 
     #[test]
