@@ -2,11 +2,12 @@
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicU32;
 
 use rtvirtio_frames::features;
 use rtvirtio_vhost::Backend as _;
 
-use super::frames::{HEADER, Port, frame, move_about, nic_on};
+use super::frames::{HEADER, Port, frame, is_due, move_about, nic_on};
 use super::*;
 use crate::nic::{Link, Nic};
 use crate::socket::Socket;
@@ -211,9 +212,10 @@ pub(super) fn keep_order(
             sent[14..18].copy_from_slice(&number.to_be_bytes());
             sent
         };
-        let (count, done) = (4_000, AtomicBool::new(false));
+        let count = 4_000;
+        let (moved, done) = (AtomicU32::new(0), AtomicBool::new(false));
         std::thread::scope(|scope| {
-            let moves = scope.spawn(|| move_about(&pool, keys, threads, &done));
+            let moves = scope.spawn(|| move_about(&pool, keys, threads, &moved, &done));
             // Also if this fails.
             let ends = Stop(&done);
             let reads = scope.spawn(|| {
@@ -225,7 +227,7 @@ pub(super) fn keep_order(
             let (mut sent, mut ended, mut received) = (0, 0, 0);
             let mut last = Instant::now();
             while received < count || ended < count {
-                if sent < count && sent - ended < 8 {
+                if is_due(sent, &moved) && sent - ended < 8 {
                     out.send(u64::from(sent % 8), PLAIN, &numbered(sent));
                     sent += 1;
                 }
@@ -245,7 +247,8 @@ pub(super) fn keep_order(
             reads.join().unwrap();
             writes.join().unwrap();
             drop(ends);
-            assert!(moves.join().unwrap() > 20);
+            moves.join().unwrap();
+            assert!(moved.load(Relaxed) > 20);
         });
         keys.into_iter().for_each(|key| drop(pool.stop(key).unwrap()));
     }
