@@ -134,7 +134,12 @@ impl WorkFile {
         );
         let file = tempfile::tempfile_in(directory).with_context(context)?;
         let whole = rustix::fs::FallocateFlags::empty();
-        rustix::fs::fallocate(&file, whole, 0, size).with_context(context)?;
+        match rustix::fs::fallocate(&file, whole, 0, size) {
+            // Not every file system has it (NFS before 4.2). All of the file is written before it is measured, by which its blocks
+            // are allocated, too.
+            Err(rustix::io::Errno::OPNOTSUPP) => file.set_len(size).with_context(context)?,
+            allocated => allocated.with_context(context)?,
+        }
         Ok(Self { file, size: Bytes::new(size) })
     }
 

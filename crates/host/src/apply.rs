@@ -29,6 +29,7 @@
 //! `unconfirmed_apply_is_reverted_by_the_watchdog`,
 //! `apply_that_died_is_reverted_by_the_watchdog_at_once`,
 //! `expired_apply_is_reverted_by_the_next_command`,
+//! `rollback_restores_where_nothing_can_be_written`, `apply_that_cannot_settle_its_journal_is_undone`,
 //! `device_that_is_measured_is_neither_set_nor_put_back`,
 //! `calibration_does_not_begin_while_a_plan_is_applied`,
 //! `expired_apply_is_reverted_once_its_device_is_not_measured_any_more`,
@@ -199,7 +200,10 @@ impl Host {
             return Ok(Applied { written: 0, recovered: None, awaits_confirmation: false });
         }
 
-        let mut journal = journal.unwrap_or_else(|| Journal::new(self.boot_id()));
+        let mut journal = match journal {
+            Some(journal) => journal,
+            None => Journal::new(self.boot_id()?),
+        };
         let deadline_ns = || {
             let end = options.confirm_timeout.map(|t| boot_time().saturating_add(t));
             end.map(|d| u64::try_from(d.as_nanos()).unwrap_or(u64::MAX))
@@ -257,7 +261,7 @@ impl Host {
         }
         journal.settle();
         journal.rolling_back = true;
-        self.store(&journal)?;
+        self.note_progress(&journal)?;
         self.finish_rollback(journal).map(RollbackOutcome::RolledBack)
     }
 
@@ -529,7 +533,7 @@ impl Host {
         };
         // A journal that cannot be read is for whoever measures next: nobody knows what is in it.
         let Ok(Some(journal)) = self.measurements.load() else { return Ok(lock) };
-        if journal.boot_id != self.boot_id() {
+        if journal.boot_id != self.boot_id()? {
             return Ok(lock);
         }
         let pending = journal.pending.iter().map(|pending| &pending.record);
@@ -558,7 +562,7 @@ impl Host {
         if pending.phase != Phase::Applying {
             self.note_weights(&mut pending.record);
             pending.phase = Phase::Applying;
-            self.store(&journal)?;
+            self.note_progress(&journal)?;
         }
         let record = journal.pending.take().map(|p| p.record).unwrap_or_default();
         self.restore_all_but(journal, &record).map(Some)
@@ -577,15 +581,18 @@ impl Host {
         mut rest: Journal,
         record: &Record,
     ) -> Result<Restoration, HostError> {
-        let (done, left) = self.restore(record)?;
+        let (mut done, left) = self.restore(record)?;
         if let Some(left) = left {
             if left != Record::default() {
                 rest.original = Some(rest.original.unwrap_or_default().merged(left));
             }
-            if rest.original.is_some() {
-                self.store(&rest)?;
-            } else {
-                self.discard()?;
+            let noted = if rest.original.is_some() { self.store(&rest) } else { self.discard() };
+            match noted {
+                // What is back has to be told all the same. The journal still has all of it, to be put back once more.
+                Err(HostError::State { action, file, source }) => {
+                    done.failures.push(format!("cannot {action} {}: {source}", file.display()));
+                }
+                noted => noted?,
             }
         }
         if done.failures.is_empty() {
@@ -596,12 +603,28 @@ impl Host {
     }
 
     fn load_of_this_boot(&self) -> Result<Option<Journal>, HostError> {
-        Ok(self.state.load()?.filter(|j| j.boot_id == self.boot_id()))
+        let Some(journal) = self.state.load()? else { return Ok(None) };
+        let is_of_this_boot = journal.boot_id == self.boot_id()?;
+        Ok(is_of_this_boot.then_some(journal))
     }
 
-    fn boot_id(&self) -> String {
-        let text = self.sysfs.read(Path::new("/proc/sys/kernel/random/boot_id"));
-        text.unwrap_or_default().trim().to_owned()
+    /// Which boot this is. A journal of which that is not known is nobody else's: it would be thrown away with all that it has
+    /// to put back.
+    fn boot_id(&self) -> Result<String, HostError> {
+        let file = Path::new("/proc/sys/kernel/random/boot_id");
+        let text = self.sysfs.read(file);
+        let text = text.map_err(|source| HostError::Read { file: file.to_owned(), source })?;
+        Ok(text.trim().to_owned())
+    }
+
+    /// Notes how far an undo has come, where that can be written. It needs no note: whatever journal is in its place has the
+    /// old values, and putting them back once more does no harm. Without one, a full `/run` would keep a host from its state;
+    /// only, should this process die, nobody but the next rollback knows that an undo had begun.
+    fn note_progress(&self, journal: &Journal) -> Result<(), HostError> {
+        match self.store(journal) {
+            Err(HostError::State { .. }) => Ok(()),
+            stored => stored,
+        }
     }
 
     fn store(&self, journal: &Journal) -> Result<(), HostError> {

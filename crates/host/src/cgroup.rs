@@ -41,6 +41,7 @@ use rtvirtio_spec::settings::{COST_AUTO, COST_OFF, Limit};
 use serde::Serialize;
 
 use crate::HostError;
+use crate::mounts::Mounts;
 use crate::sysfs::{DeviceNumber, Sysfs};
 
 /// Which cgroup version carries block I/O, and where its hierarchy is mounted.
@@ -72,20 +73,13 @@ impl CgroupVersion {
     pub(crate) fn find(sysfs: &dyn Sysfs) -> Result<Self, HostError> {
         let mountinfo = read(sysfs, Path::new("/proc/self/mountinfo"))?;
         let mut v2 = None;
-        for line in mountinfo.lines() {
-            // proc_pid_mountinfo(5): … mount-point … - fstype source super-options
-            let Some((before, after)) = line.split_once(" - ") else {
-                continue;
-            };
-            let Some(mount) = before.split(' ').nth(4).map(unescape) else {
-                continue;
-            };
-            let mut after = after.split(' ');
-            let (fstype, options) = (after.next(), after.nth(1).unwrap_or_default());
-            if fstype == Some("cgroup") && options.split(',').any(|o| o == "blkio") {
+        // Of one that another mount covers no file can be had.
+        for mounted in Mounts::parse(&mountinfo).visible() {
+            let mount = mounted.mount.clone();
+            if mounted.kind == "cgroup" && mounted.options.split(',').any(|o| o == "blkio") {
                 return Ok(Self::V1 { mount });
             }
-            if fstype == Some("cgroup2") && v2.is_none() {
+            if mounted.kind == "cgroup2" && v2.is_none() {
                 let controllers = sysfs.read(&mount.join("cgroup.controllers"));
                 if controllers.is_ok_and(|c| c.split_whitespace().any(|c| c == "io")) {
                     v2 = Some(Self::V2 { mount });
@@ -395,6 +389,15 @@ mod tests {
         let both = "1 0 0:1 / /cg rw - cgroup2 cgroup2 rw\n2 0 0:2 / /b rw - cgroup b rw,blkio\n";
         sysfs.put("/proc/self/mountinfo", both);
         assert_eq!(CgroupVersion::find(&sysfs).unwrap().mount(), Path::new("/b"));
+        // Something else has been mounted over the first one.
+        let lines = [
+            "1 0 8:1 / / rw - ext4 /dev/sda1 rw",
+            "2 1 0:2 / /b rw - cgroup b rw,blkio",
+            "3 2 0:3 / /b rw - tmpfs tmpfs rw",
+            "4 1 0:2 / /c rw - cgroup b rw,blkio",
+        ];
+        sysfs.put("/proc/self/mountinfo", &lines.join("\n"));
+        assert_eq!(CgroupVersion::find(&sysfs).unwrap().mount(), Path::new("/c"));
     }
 
     #[test]

@@ -21,16 +21,12 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rtvirtio_spec::control::{ErrorBody, Event, Snapshot};
-use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
-    SocketFlags, SocketType, connect, sendmsg, socket_with,
-};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::interrupt::{Interrupted, STEP};
+use crate::unix_socket;
 
 /// Where the control API listens unless it is told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/rtvirtio/control.sock";
@@ -303,23 +299,8 @@ impl ControlClient {
     }
 
     fn connect(&self, deadline: &Deadline<'_>) -> Result<UnixStream, ControlFault> {
-        let failed = |errno: Errno| ControlFault::Connect {
-            socket: self.socket.clone(),
-            source: errno.into(),
-        };
-        let address = SocketAddrUnix::new(self.socket.as_path()).map_err(failed)?;
-        let flags = SocketFlags::CLOEXEC;
-        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-        let socket = socket.map_err(failed)?;
-        loop {
-            // connect(2) waits for room in the backlog; std's has no deadline.
-            set_socket_timeout(&socket, Timeout::Send, Some(deadline.left()?)).map_err(failed)?;
-            match connect(&socket, &address) {
-                Ok(()) => return Ok(UnixStream::from(socket)),
-                Err(Errno::INTR | Errno::AGAIN) => {}
-                Err(errno) => return Err(failed(errno)),
-            }
-        }
+        let connected = unix_socket::connect(&self.socket, || deadline.left())?;
+        connected.map_err(|source| ControlFault::Connect { socket: self.socket.clone(), source })
     }
 }
 

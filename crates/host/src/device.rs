@@ -9,7 +9,7 @@
 //! Properties: `partition_leads_to_its_disk`, `identity_follows_the_driver`.
 
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use rtvirtio_spec::profile::DeviceIdentity;
 use rtvirtio_units::Bytes;
@@ -108,9 +108,9 @@ fn number_in(sysfs: &dyn Sysfs, file: PathBuf) -> Result<u64, HostError> {
 pub(crate) fn node_number(sysfs: &dyn Sysfs, path: &Path) -> Result<DeviceNumber, HostError> {
     let missing = |source| HostError::DeviceMissing { path: path.to_path_buf(), source };
     // udev's links stay below /dev, where each look at a disk would cost one at all mounts.
-    if !path.starts_with("/dev")
-        && let Some(stack) = Stack::beyond_reach(sysfs, path)
-    {
+    let is_below_dev =
+        path.starts_with("/dev") && !path.components().any(|c| c == Component::ParentDir);
+    if !is_below_dev && let Some(stack) = Stack::beyond_reach(sysfs, path) {
         return Err(missing(io::Error::other(stack.to_string())));
     }
     sysfs
@@ -179,9 +179,11 @@ mod tests {
         sysfs.put("/proc/self/mountinfo", "40 1 0:44 / /srv rw - nfs4 server:/export rw\n");
         // A look would find a file.
         sysfs.put("/srv/disk", "");
-        let error = Disk::find(&sysfs, Path::new("/srv/disk")).unwrap_err();
-        let HostError::DeviceMissing { source, .. } = &error else { panic!("{error}") };
-        assert!(source.to_string().contains("a network filesystem"), "{source}");
+        for path in ["/srv/disk", "/dev/../srv/disk"] {
+            let error = Disk::find(&sysfs, Path::new(path)).unwrap_err();
+            let HostError::DeviceMissing { source, .. } = &error else { panic!("{error}") };
+            assert!(source.to_string().contains("a network filesystem"), "{source}");
+        }
     }
 
     #[test]

@@ -131,6 +131,11 @@ impl FakeSysfs {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Removes a plain file.
+    pub fn remove(&self, path: &str) {
+        self.kernel().files.remove(Path::new(path));
+    }
+
     /// Makes or replaces a plain file.
     pub fn put(&self, path: &str, text: &str) {
         self.kernel().files.insert(path.into(), text.to_owned());

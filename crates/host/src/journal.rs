@@ -43,6 +43,8 @@ use crate::record::Record;
 
 /// The journal's format.
 const VERSION: u32 = 3;
+/// The most bytes of a lock's file that are read: a process id and a newline.
+const MAX_PID: u64 = 32;
 
 /// How far an apply has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -238,18 +240,13 @@ impl StateDirectory {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 let mut text = String::new();
-                let pid =
-                    file.read_to_string(&mut text).ok().and_then(|_| text.trim().parse().ok());
+                let read = (&file).take(MAX_PID).read_to_string(&mut text);
+                let pid = read.ok().and_then(|_| text.trim().parse().ok());
                 return Err(HostError::Locked { pid });
             }
             Err(errno) => return Err(state("lock", &path)(errno.into())),
         }
-        let mut note = || {
-            file.set_len(0)?;
-            file.rewind()?;
-            writeln!(file, "{}", std::process::id())
-        };
-        note().map_err(state("write", &path))?;
+        note_holder(&mut file);
         Ok(Lock(file))
     }
 
@@ -279,8 +276,12 @@ impl StateDirectory {
             options.write(true).create(true).truncate(true).mode(0o600);
             options.custom_flags(OFlags::NOFOLLOW.bits() as i32);
             let mut file = options.open(&path)?;
-            file.write_all(&text)?;
-            file.sync_all()
+            let written = file.write_all(&text).and_then(|()| file.sync_all());
+            if written.is_err() {
+                // A part of a journal is of no use, and takes room that is lacking.
+                let _ = fs::remove_file(&path);
+            }
+            written
         };
         write().map_err(state("write", &path))
     }
@@ -303,6 +304,21 @@ impl StateDirectory {
             File::open(&self.0)?.sync_all()
         };
         remove().map_err(state("remove", &self.journal()))
+    }
+}
+
+/// Notes in a lock's file who holds it, for messages alone: a filesystem without room, as a full `/run` is, must keep nobody
+/// from the lock, who may want to put something back. What was there is overwritten before it is cut, which takes no room.
+fn note_holder(file: &mut File) {
+    let text = format!("{}\n", std::process::id());
+    let mut note = || {
+        file.rewind()?;
+        file.write_all(text.as_bytes())?;
+        file.set_len(text.len() as u64)
+    };
+    if note().is_err() {
+        // Better nobody than the one before.
+        let _ = file.set_len(0);
     }
 }
 
@@ -642,6 +658,43 @@ mod tests {
         assert!(matches!(error, HostError::JournalDamaged { .. }) && error.hint().is_some());
         put(&directory, "{\"version\": 9}");
         assert!(matches!(directory.load(), Err(HostError::JournalVersion { found: 9, .. })));
+    }
+
+    #[test]
+    fn lock_whose_holder_cannot_be_noted_is_held() {
+        const NAME: &str = "lock_whose_holder_cannot_be_noted_is_held";
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().to_path_buf());
+        // As `/dev/full`: each write to it fails with ENOSPC.
+        let (full, number) = (rustix::fs::FileType::CharacterDevice, rustix::fs::makedev(1, 7));
+        let lock = directory.0.join("lock");
+        let made = rustix::fs::mknodat(rustix::fs::CWD, &lock, full, 0o600.into(), number);
+        let opened = made
+            .map_err(io::Error::from)
+            .and_then(|()| OpenOptions::new().read(true).write(true).open(&lock));
+        match opened {
+            Ok(mut full) => assert!(full.write_all(b"1").is_err()),
+            Err(error) => {
+                // Not println: what a passing test prints is hidden.
+                let _ = writeln!(io::stderr(), "SKIPPED {NAME}: needs a device node: {error}");
+                return;
+            }
+        }
+        let held = directory.lock().unwrap();
+        assert!(matches!(directory.lock(), Err(HostError::Locked { .. })));
+        drop(held);
+        directory.lock().unwrap();
+    }
+
+    #[test]
+    fn lock_names_its_last_holder_alone() {
+        let root = tempfile::tempdir().unwrap();
+        let directory = StateDirectory(root.path().to_path_buf());
+        let lock = directory.0.join("lock");
+        fs::write(&lock, "1234567890123\n").unwrap();
+        fs::set_permissions(&lock, Permissions::from_mode(0o600)).unwrap();
+        let _held = directory.lock().unwrap();
+        assert_eq!(directory.last_holder(), Some(std::process::id()));
     }
 
     #[test]

@@ -33,6 +33,7 @@ mod guests;
 pub mod interrupt;
 mod journal;
 mod knobs;
+mod mounts;
 mod promises;
 pub mod qemu;
 mod reapply;
@@ -45,6 +46,7 @@ mod systemd;
 #[cfg(test)]
 mod tests;
 mod topology;
+mod unix_socket;
 mod writers;
 
 use std::collections::BTreeSet;

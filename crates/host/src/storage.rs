@@ -13,7 +13,8 @@
 //! Properties: `image_file_leads_through_lvm_and_crypt_to_its_disk`,
 //! `array_is_a_leaf_with_its_disks`, `volume_on_several_disks_has_all_of_them`, `what_no_disk_of_the_host_serves_is_named`,
 //! `file_of_a_server_that_does_not_answer_is_not_looked_at`,
-//! `link_to_a_server_that_does_not_answer_is_not_followed`, `hostile_sysfs_does_no_harm`.
+//! `link_to_a_server_that_does_not_answer_is_not_followed`, `file_lies_on_the_mount_that_covers_others`,
+//! `disk_that_many_ways_lead_to_is_one_leaf`, `hostile_sysfs_does_no_harm`.
 
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -24,6 +25,7 @@ use serde::Serialize;
 
 use crate::cgroup::read;
 use crate::device::{Disk, directory, node_number};
+use crate::mounts::{Mounted, Mounts};
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::{Host, HostError};
 
@@ -209,7 +211,7 @@ impl Stack {
         let path = sysfs.canonical(path).map_err(missing)?;
         let mut stack = Self::default();
         match sysfs.device_number(&path).map_err(missing)? {
-            Some(number) => stack.descend(sysfs, number, 0)?,
+            Some(number) => stack.descend(sysfs, number, &mut Way::default())?,
             None => stack.file(sysfs, &path)?,
         }
         stack.leaves.sort();
@@ -224,7 +226,7 @@ impl Stack {
     /// such mount is on the way to it.
     pub(crate) fn beyond_reach(sysfs: &dyn Sysfs, path: &Path) -> Option<Self> {
         let mountinfo = sysfs.read(Path::new("/proc/self/mountinfo")).ok()?;
-        let mounts: Vec<Mounted<'_>> = mountinfo.lines().filter_map(Mounted::parse).collect();
+        let mounts = Mounts::parse(&mountinfo);
         // What runs this program answers. What an automount point will lead to is a server's, nearly always.
         let remote = |mounted: &Mounted<'_>| {
             let is_automount = mounted.kind == "autofs";
@@ -234,7 +236,7 @@ impl Stack {
                 .filter(|why| matches!(why, Uncontrolled::Network | Uncontrolled::Fuse))
                 .filter(|_| mounted.mount != Path::new("/"))
         };
-        if !path.is_absolute() || mounts.iter().all(|mounted| remote(mounted).is_none()) {
+        if !path.is_absolute() || mounts.all().all(|mounted| remote(mounted).is_none()) {
             return None;
         }
         // What has been walked, without links, and what is left, the next step last.
@@ -244,7 +246,7 @@ impl Stack {
             let mut ahead = walked.clone();
             ahead.extend(left.iter().rev().take_while(|step| *step != ".."));
             // Below chroot(2) there may be none at `/`.
-            if let Some(mounted) = Mounted::deepest(&mounts, &ahead) {
+            if let Some(mounted) = mounts.holding(&ahead) {
                 if let Some(why) = remote(mounted) {
                     let (kind, mount) = (mounted.kind.to_owned(), mounted.mount.clone());
                     let layers = vec![Layer::Filesystem { kind, mount }];
@@ -281,13 +283,29 @@ impl Stack {
             return Ok(None);
         }
         let mut stack = Self::default();
-        stack.descend(sysfs, disk.number, 0)?;
+        stack.descend(sysfs, disk.number, &mut Way::default())?;
         Ok(stack.leaves.pop().and_then(|leaf| leaf.array))
+    }
+
+    /// The one disk that serves all of the device `number`; `None` if it has several.
+    pub(crate) fn disk_below(sysfs: &dyn Sysfs, number: DeviceNumber) -> Option<DeviceNumber> {
+        let mut stack = Self::default();
+        stack.descend(sysfs, number, &mut Way::default()).ok()?;
+        stack.only_disk()
+    }
+
+    /// Its one disk; `None` if it has several, or none.
+    pub(crate) fn only_disk(&self) -> Option<DeviceNumber> {
+        match self.leaves.as_slice() {
+            [leaf] if self.uncontrolled.is_empty() => Some(leaf.number),
+            _ => None,
+        }
     }
 
     fn file(&mut self, sysfs: &dyn Sysfs, path: &Path) -> Result<(), HostError> {
         let mountinfo = read(sysfs, Path::new("/proc/self/mountinfo"))?;
-        let Some(mounted) = Mounted::holding(&mountinfo, path) else {
+        let mounts = Mounts::parse(&mountinfo);
+        let Some(mounted) = mounts.holding(path) else {
             self.uncontrolled.push(Uncontrolled::UnknownFilesystem);
             return Ok(());
         };
@@ -298,12 +316,13 @@ impl Stack {
                 self.uncontrolled.push(why);
                 return Ok(());
             }
-            None => mounted.devices(sysfs),
+            None => devices(sysfs, mounted),
         };
         if numbers.is_empty() {
             self.uncontrolled.push(Uncontrolled::UnknownFilesystem);
         }
-        numbers.into_iter().try_for_each(|number| self.descend(sysfs, number, 0))
+        let mut way = Way::default();
+        numbers.into_iter().try_for_each(|number| self.descend(sysfs, number, &mut way))
     }
 
     /// The device on which the filesystem of the file at `path` lies, if its extents are in bytes of
@@ -315,9 +334,9 @@ impl Stack {
         /// Filesystems on one device, whose FIEMAP answers in its bytes.
         const IN_BYTES: [&str; 5] = ["ext2", "ext3", "ext4", "xfs", "ntfs3"];
         let mountinfo = read(sysfs, Path::new("/proc/self/mountinfo"))?;
-        let mounted = Mounted::holding(&mountinfo, path);
-        let told = mounted.filter(|mounted| IN_BYTES.contains(&mounted.kind));
-        Ok(told.and_then(|mounted| match mounted.devices(sysfs).as_slice() {
+        let mounts = Mounts::parse(&mountinfo);
+        let told = mounts.holding(path).filter(|mounted| IN_BYTES.contains(&mounted.kind));
+        Ok(told.and_then(|mounted| match devices(sysfs, mounted).as_slice() {
             [device] => Some(*device),
             _ => None,
         }))
@@ -327,12 +346,29 @@ impl Stack {
         &mut self,
         sysfs: &dyn Sysfs,
         number: DeviceNumber,
-        depth: usize,
+        way: &mut Way,
     ) -> Result<(), HostError> {
-        if depth >= DEEPEST || self.leaves.len() >= MAX_LEAVES {
+        // A circle, too, has no end.
+        if way.above.len() >= DEEPEST || way.above.contains(&number) {
             self.uncontrolled.push(Uncontrolled::TooDeep);
             return Ok(());
         }
+        // Two ways down may meet: what lies below is known by then.
+        if !way.seen.insert(number) {
+            return Ok(());
+        }
+        way.above.push(number);
+        let found = self.descend_from(sysfs, number, way);
+        way.above.pop();
+        found
+    }
+
+    fn descend_from(
+        &mut self,
+        sysfs: &dyn Sysfs,
+        number: DeviceNumber,
+        way: &mut Way,
+    ) -> Result<(), HostError> {
         let base = directory(number);
         let target = sysfs
             .link(&base)
@@ -348,7 +384,7 @@ impl Stack {
             let disk = target.parent().and_then(name).ok_or_else(format)?;
             self.add(Layer::Partition { name: own });
             let file = Path::new("/sys/block").join(disk).join("dev");
-            return self.descend(sysfs, number_in(sysfs, &file)?, depth + 1);
+            return self.descend(sysfs, number_in(sysfs, &file)?, way);
         }
         let below: Vec<String> = sysfs.list(&base.join("slaves")).unwrap_or_default();
         let text = |file: &str| sysfs.read(&base.join(file)).ok().map(|t| t.trim().to_owned());
@@ -357,7 +393,7 @@ impl Stack {
         let has_scheduler = text("queue/scheduler").is_some_and(|t| t.contains('['));
         if below.is_empty() || has_scheduler {
             let backing = text("loop/backing_file").map(PathBuf::from);
-            self.leaves.push(Leaf { name: own, number, backing, array: None });
+            self.reach(Leaf { name: own, number, backing, array: None });
             return Ok(());
         }
         let lower = below
@@ -369,11 +405,13 @@ impl Stack {
             .collect::<Result<BTreeSet<_>, _>>()?;
         if let Some(level) = text("md/level") {
             let mut members = Self::default();
-            lower.into_iter().try_for_each(|lower| members.descend(sysfs, lower, depth + 1))?;
+            // Its disks are its own, whoever else lies on them.
+            let mut way = Way { above: way.above.clone(), seen: BTreeSet::new() };
+            lower.into_iter().try_for_each(|lower| members.descend(sysfs, lower, &mut way))?;
             let disks: BTreeSet<String> = members.leaves.into_iter().map(|l| l.name).collect();
             self.uncontrolled.extend(members.uncontrolled);
             let array = Some(Array { level, disks: disks.into_iter().collect() });
-            self.leaves.push(Leaf { name: own, number, backing: None, array });
+            self.reach(Leaf { name: own, number, backing: None, array });
             return Ok(());
         }
         if let Some(uuid) = text("dm/uuid") {
@@ -386,7 +424,19 @@ impl Stack {
         } else {
             self.add(Layer::Device { name: own });
         }
-        lower.into_iter().try_for_each(|number| self.descend(sysfs, number, depth + 1))
+        lower.into_iter().try_for_each(|number| self.descend(sysfs, number, way))
+    }
+
+    /// Adds a leaf, of which there may be [`MAX_LEAVES`]. One that several ways lead to is one.
+    fn reach(&mut self, leaf: Leaf) {
+        if self.leaves.contains(&leaf) {
+            return;
+        }
+        if self.leaves.len() < MAX_LEAVES {
+            self.leaves.push(leaf);
+        } else {
+            self.uncontrolled.push(Uncontrolled::TooDeep);
+        }
     }
 
     fn add(&mut self, layer: Layer) {
@@ -394,6 +444,15 @@ impl Stack {
             self.layers.push(layer);
         }
     }
+}
+
+/// The devices that a walk down has passed.
+#[derive(Debug, Default)]
+struct Way {
+    /// From the top to where it is.
+    above: Vec<DeviceNumber>,
+    /// All.
+    seen: BTreeSet<DeviceNumber>,
 }
 
 /// The names that a path goes through, the first one last.
@@ -434,58 +493,20 @@ fn uncontrolled(filesystem: &str) -> Option<Uncontrolled> {
     })
 }
 
-/// A line of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
-struct Mounted<'a> {
-    number: DeviceNumber,
-    mount: PathBuf,
-    kind: &'a str,
-    source: PathBuf,
-}
-
-impl<'a> Mounted<'a> {
-    fn parse(line: &'a str) -> Option<Self> {
-        let (before, after) = line.split_once(" - ")?;
-        let mut before = before.split(' ').skip(2);
-        let (number, mount) = (before.next()?.parse().ok()?, before.nth(1)?);
-        let mut after = after.split(' ');
-        let (kind, source) = (after.next()?, after.next()?);
-        let mount = crate::cgroup::unescape(mount);
-        Some(Self { number, mount, kind, source: crate::cgroup::unescape(source) })
-    }
-
-    /// The mount that holds `path`, which has no symbolic links.
-    fn holding(mountinfo: &'a str, path: &Path) -> Option<Self> {
-        let mut mounts: Vec<Self> = mountinfo.lines().filter_map(Self::parse).collect();
-        mounts.retain(|mounted| path.starts_with(&mounted.mount));
-        // Of two on one mount point the later one covers the other.
-        mounts.into_iter().max_by_key(Self::depth)
-    }
-
-    /// The same of `mounts`.
-    fn deepest<'m>(mounts: &'m [Self], path: &Path) -> Option<&'m Self> {
-        let holding = mounts.iter().filter(|mounted| path.starts_with(&mounted.mount));
-        holding.max_by_key(|mounted| mounted.depth())
-    }
-
-    fn depth(&self) -> usize {
-        self.mount.components().count()
-    }
-
-    /// The block devices that it lies on.
-    fn devices(&self, sysfs: &dyn Sysfs) -> Vec<DeviceNumber> {
-        if self.kind == "btrfs" {
-            let mut all = btrfs(sysfs, &self.source);
-            if !all.is_empty() {
-                all.sort_unstable();
-                return all;
-            }
+/// The block devices that a filesystem lies on.
+fn devices(sysfs: &dyn Sysfs, mounted: &Mounted<'_>) -> Vec<DeviceNumber> {
+    if mounted.kind == "btrfs" {
+        let mut all = btrfs(sysfs, &mounted.source);
+        if !all.is_empty() {
+            all.sort_unstable();
+            return all;
         }
-        // Major 0 is no device's.
-        if sysfs.link(&directory(self.number)).is_ok() {
-            return vec![self.number];
-        }
-        node_number(sysfs, &self.source).into_iter().collect()
     }
+    // Major 0 is no device's.
+    if sysfs.link(&directory(mounted.number)).is_ok() {
+        return vec![mounted.number];
+    }
+    node_number(sysfs, &mounted.source).into_iter().collect()
 }
 
 /// All devices of the btrfs that has `source`.
@@ -513,239 +534,4 @@ fn number_in(sysfs: &dyn Sysfs, file: &Path) -> Result<DeviceNumber, HostError> 
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::fake::FakeSysfs;
-
-    /// A host with the disks sda and sdb.
-    fn host() -> FakeSysfs {
-        let sysfs = FakeSysfs::v2();
-        sysfs.add_disk("sda", DeviceNumber::new(8, 0), 1 << 21);
-        sysfs.add_disk("sdb", DeviceNumber::new(8, 16), 1 << 21);
-        sysfs.add_partition("sda1", DeviceNumber::new(8, 1), "sda", 1 << 20);
-        sysfs
-    }
-
-    fn mount(sysfs: &FakeSysfs, lines: &[&str]) {
-        sysfs.put("/proc/self/mountinfo", &lines.join("\n"));
-    }
-
-    fn names(stack: &Stack) -> Vec<&str> {
-        stack.leaves.iter().map(|leaf| leaf.name.as_str()).collect()
-    }
-
-    #[test]
-    fn image_file_leads_through_lvm_and_crypt_to_its_disk() {
-        let sysfs = host();
-        sysfs.stack("dm-0", DeviceNumber::new(253, 0), &["sda1"]);
-        sysfs.put("/sys/dev/block/253:0/dm/uuid", "CRYPT-LUKS2-0123-luks\n");
-        sysfs.put("/sys/dev/block/253:0/dm/name", "luks\n");
-        sysfs.stack("dm-1", DeviceNumber::new(253, 1), &["dm-0"]);
-        sysfs.put("/sys/dev/block/253:1/dm/uuid", "LVM-abcdef\n");
-        sysfs.put("/sys/dev/block/253:1/dm/name", "vg-images\n");
-        mount(
-            &sysfs,
-            &[
-                "22 1 0:20 / / rw - tmpfs tmpfs rw",
-                "30 22 253:1 / /var/lib/vm\\040images rw,noatime shared:1 - xfs /dev/mapper/vg-images rw",
-            ],
-        );
-        sysfs.put("/var/lib/vm images/db.qcow2", "");
-        let stack = Stack::find(&sysfs, Path::new("/var/lib/vm images/db.qcow2")).unwrap();
-        assert_eq!(names(&stack), ["sda"]);
-        assert_eq!(
-            stack.to_string(),
-            "xfs at /var/lib/vm images → LVM volume vg-images → dm-crypt luks → partition sda1 → sda"
-        );
-        assert_eq!(stack.leaves[0].node(), Path::new("/dev/sda"));
-    }
-
-    #[test]
-    fn array_is_a_leaf_with_its_disks() {
-        let sysfs = host();
-        sysfs.stack("md0", DeviceNumber::new(9, 0), &["sda1", "sdb"]);
-        sysfs.put("/sys/dev/block/9:0/md/level", "raid1\n");
-        sysfs.stack("dm-7", DeviceNumber::new(253, 7), &["md0"]);
-        sysfs.put("/sys/dev/block/253:7/dm/uuid", "LVM-db\n");
-        let stack = Stack::find(&sysfs, Path::new("/dev/dm-7")).unwrap();
-        assert_eq!(stack.to_string(), "LVM volume dm-7 → md0 (raid1 of sda + sdb)");
-        assert_eq!(names(&stack), ["md0"]);
-        // A degraded one is the same.
-        sysfs.stack("md1", DeviceNumber::new(9, 1), &["sdb"]);
-        sysfs.put("/sys/dev/block/9:1/md/level", "raid1\n");
-        let stack = Stack::find(&sysfs, Path::new("/dev/md1")).unwrap();
-        assert_eq!(stack.to_string(), "md1 (raid1 of sdb)");
-    }
-
-    #[test]
-    fn volume_on_several_disks_has_all_of_them() {
-        let sysfs = host();
-        // A thin volume, its pool, and the pool's parts.
-        sysfs.stack("dm-2", DeviceNumber::new(253, 2), &["sda1", "sdb"]);
-        sysfs.put("/sys/dev/block/253:2/dm/uuid", "LVM-abc-tpool\n");
-        sysfs.stack("dm-3", DeviceNumber::new(253, 3), &["dm-2"]);
-        sysfs.put("/sys/dev/block/253:3/dm/uuid", "LVM-def\n");
-        let stack = Stack::find(&sysfs, Path::new("/dev/dm-3")).unwrap();
-        assert_eq!(names(&stack), ["sda", "sdb"]);
-        let words = "LVM thin volume dm-3 → LVM thin pool on several devices dm-2 → partition sda1";
-        assert!(stack.to_string().starts_with(words), "{stack}");
-        // A multipath device with requests schedules them itself.
-        sysfs.stack("dm-4", DeviceNumber::new(253, 4), &["sda", "sdb"]);
-        sysfs.put("/sys/dev/block/253:4/queue/scheduler", "[mq-deadline] none\n");
-        assert_eq!(names(&Stack::find(&sysfs, Path::new("/dev/dm-4")).unwrap()), ["dm-4"]);
-        // No module of a scheduler is loaded.
-        sysfs.put("/sys/dev/block/253:4/queue/scheduler", "[none] \n");
-        assert_eq!(names(&Stack::find(&sysfs, Path::new("/dev/dm-4")).unwrap()), ["dm-4"]);
-    }
-
-    #[test]
-    fn btrfs_on_two_disks_has_both() {
-        let sysfs = host();
-        mount(&sysfs, &["40 1 0:44 /@vm /vm rw - btrfs /dev/sdb rw,subvol=/@vm"]);
-        sysfs.put("/sys/fs/btrfs/uuid-1/devices/sda1", "");
-        sysfs.put("/sys/fs/btrfs/uuid-1/devices/sdb", "");
-        sysfs.put("/vm/db.img", "");
-        let stack = Stack::find(&sysfs, Path::new("/vm/db.img")).unwrap();
-        assert_eq!(names(&stack), ["sda", "sdb"]);
-    }
-
-    #[test]
-    fn what_no_disk_of_the_host_serves_is_named() {
-        for (kind, source, why) in [
-            ("nfs4", "server:/export", Uncontrolled::Network),
-            ("zfs", "tank/vm", Uncontrolled::Zfs),
-            ("tmpfs", "tmpfs", Uncontrolled::Memory),
-            ("fuse.s3fs", "s3fs", Uncontrolled::Fuse),
-            ("overlay", "overlay", Uncontrolled::Overlay),
-            ("bcachefs", "nothing", Uncontrolled::UnknownFilesystem),
-        ] {
-            let sysfs = host();
-            mount(&sysfs, &[&format!("40 1 0:44 / /vm rw - {kind} {source} rw")]);
-            sysfs.put("/vm/db.img", "");
-            let stack = Stack::find(&sysfs, Path::new("/vm/db.img")).unwrap();
-            assert_eq!((stack.leaves.len(), &stack.uncontrolled[..]), (0, &[why][..]), "{kind}");
-            assert!(stack.to_string().contains("no disk"), "{stack}");
-        }
-    }
-
-    #[test]
-    fn file_of_a_server_that_does_not_answer_is_not_looked_at() {
-        for (kind, why) in [
-            ("nfs4", Uncontrolled::Network),
-            ("cifs", Uncontrolled::Network),
-            ("fuse.s3fs", Uncontrolled::Fuse),
-        ] {
-            let sysfs = host();
-            let line = format!("40 1 0:44 / /vm rw - {kind} server:/export rw");
-            let here = "41 40 8:1 / /vm/here rw - ext4 /dev/sda1 rw";
-            mount(&sysfs, &["1 0 8:1 / / rw - ext4 /dev/sda1 rw", &line, here]);
-            // The fake finds no such file: whoever looked would fail.
-            for path in ["/vm/db.img", "/images/../vm/db.img", "/vm/../images/db.img"] {
-                let stack = Stack::find(&sysfs, Path::new(path)).unwrap();
-                let found = (stack.leaves.len(), &stack.uncontrolled[..]);
-                assert_eq!(found, (0, &[why][..]), "{kind}");
-                assert_eq!(stack.layers.len(), 1, "{stack}");
-            }
-            // Beside it, files are looked at.
-            for looked_at in ["/vmx/db.img", "/vm/here/db.img"] {
-                let found = Stack::find(&sysfs, Path::new(looked_at));
-                assert!(matches!(found, Err(HostError::DeviceMissing { .. })), "{looked_at}");
-            }
-        }
-    }
-
-    #[test]
-    fn link_to_a_server_that_does_not_answer_is_not_followed() {
-        use std::os::unix::fs::symlink;
-
-        // What is below `/server` is not there: whoever looked would fail.
-        let root = tempfile::tempdir().unwrap();
-        let at = |path: &str| root.path().join(path);
-        std::fs::create_dir_all(at("proc/self")).unwrap();
-        std::fs::create_dir(at("images")).unwrap();
-        let mounts = [
-            "1 0 8:1 / / rw - ext4 /dev/sda1 rw",
-            "2 1 0:44 / /server rw - nfs4 server:/export rw",
-        ];
-        std::fs::write(at("proc/self/mountinfo"), mounts.join("\n")).unwrap();
-        std::fs::write(at("images/here.img"), "").unwrap();
-        for (target, link) in [
-            ("/server/db.img", "images/absolute"),
-            ("../server/db.img", "images/relative"),
-            ("relative", "images/twice"),
-            ("images", "pool"),
-            ("/server/vm", "directory"),
-            ("circle", "images/circle"),
-            ("here.img", "images/local"),
-        ] {
-            symlink(target, at(link)).unwrap();
-        }
-        let sysfs = crate::sysfs::RealSysfs::new(root.path());
-        let beyond = |path: &str| Stack::beyond_reach(&sysfs, Path::new(path));
-        for path in [
-            "/images/absolute",
-            "/images/relative",
-            "/images/twice",
-            "/pool/relative",
-            "/pool/../pool/./absolute",
-            "/directory/db.img",
-        ] {
-            let stack = beyond(path).unwrap_or_else(|| panic!("{path}"));
-            assert_eq!(stack.uncontrolled, [Uncontrolled::Network], "{path}");
-            assert_eq!(Stack::find(&sysfs, Path::new(path)).unwrap(), stack);
-        }
-        for path in ["/images/local", "/pool/here.img", "/images/circle", "/nowhere", "/", "a"] {
-            assert_eq!(beyond(path), None, "{path}");
-        }
-        // Below a root that is no mount, as after chroot(2), and on a server's, which runs this program.
-        let server = mounts[1];
-        for (mounts, is_local) in [
-            (vec![server], true),
-            (vec!["1 0 0:40 / / rw - nfs4 server:/root rw", server], true),
-            (vec!["1 0 0:40 / / rw - nfs4 server:/root rw"], false),
-        ] {
-            std::fs::write(at("proc/self/mountinfo"), mounts.join("\n")).unwrap();
-            let beyond = |path: &str| Stack::beyond_reach(&sysfs, Path::new(path)).is_some();
-            assert_eq!(beyond("/pool/relative"), is_local, "{mounts:?}");
-            assert!(!beyond("/images/here.img"), "{mounts:?}");
-        }
-        // An automount point, and what was mounted there.
-        let point = "2 1 0:41 / /pool rw - autofs systemd-1 rw";
-        for (mounts, is_beyond) in [
-            (vec![point], true),
-            (vec![point, "3 2 8:1 / /pool rw - ext4 /dev/sda1 rw"], false),
-            (vec![point, "3 2 0:42 / /pool rw - nfs4 server:/pool rw"], true),
-        ] {
-            std::fs::write(at("proc/self/mountinfo"), mounts.join("\n")).unwrap();
-            assert_eq!(beyond("/pool/here.img").is_some(), is_beyond, "{mounts:?}");
-        }
-    }
-
-    #[test]
-    fn loop_device_is_a_leaf_with_its_file() {
-        let sysfs = host();
-        sysfs.add_disk("loop0", DeviceNumber::new(7, 0), 2048);
-        sysfs.put("/sys/dev/block/7:0/loop/backing_file", "/srv/pool.img\n");
-        let stack = Stack::find(&sysfs, Path::new("/dev/loop0")).unwrap();
-        assert_eq!(stack.to_string(), "loop0 (loop device of /srv/pool.img)");
-    }
-
-    #[test]
-    fn hostile_sysfs_does_no_harm() {
-        let sysfs = host();
-        // A circle.
-        sysfs.stack("dm-5", DeviceNumber::new(253, 5), &["dm-6"]);
-        sysfs.stack("dm-6", DeviceNumber::new(253, 6), &["dm-5"]);
-        let stack = Stack::find(&sysfs, Path::new("/dev/dm-5")).unwrap();
-        assert_eq!(stack.uncontrolled, [Uncontrolled::TooDeep]);
-        sysfs.put("/sys/block/sda/dev", "8;0");
-        assert!(matches!(
-            Stack::find(&sysfs, Path::new("/dev/sda1")),
-            Err(HostError::Format { .. })
-        ));
-        assert!(matches!(
-            Stack::find(&sysfs, Path::new("/dev/nothing")),
-            Err(HostError::DeviceMissing { .. })
-        ));
-    }
-}
+mod tests;

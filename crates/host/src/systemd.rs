@@ -16,7 +16,9 @@
 //! - *Limits*: `IO{Read,Write}{Bandwidth,IOPS}Max`; [`NO_LIMIT`] is none.
 //! - *Devices* are named `/dev/block/MAJOR:MINOR`, which systemd parses without a
 //!   node. One that lies on others (device mapper) it replaces by the disk
-//!   below, so knobs of such a device are written to the files.
+//!   below, so knobs of such a device are written to the files. Whoever else wrote
+//!   the properties may have named a partition, or any file: systemd finds the disk
+//!   that it lies on (`lookup_block_device()`), and so is it found here.
 //!
 //! Only on cgroup v2: on v1 systemd has no bfq weight of a device. Every look at
 //! the bus has a time limit, connecting included.
@@ -29,6 +31,7 @@
 //! the whole file, should the process die in between.
 //!
 //! Properties: `every_bfq_weight_is_reached_exactly`, `device_replaced_leaves_others_alone`,
+//! `entry_of_a_file_is_about_the_disk_that_it_lies_on`,
 //! `units_are_asked_about_for_knobs_of_the_host_only`,
 //! `weights_that_systemd_drops_are_kept`, `weights_are_kept_when_the_bus_fails`,
 //! `rollback_puts_back_weights_lost_in_between`, `rollback_leaves_newer_weights_alone`,
@@ -50,6 +53,7 @@ use crate::device::{Disk, directory};
 use crate::knobs::{MAX, Schedulers, has_bfq};
 use crate::record::{GroupKnob, Record, UnitRecord};
 use crate::restoration::{Restoration, Skipped};
+use crate::storage::Stack;
 use crate::sysfs::{DeviceNumber, Sysfs};
 use crate::topology::{Resolved, VmGroup};
 use crate::{Host, HostError, Step};
@@ -94,12 +98,17 @@ fn takes(sysfs: &dyn Sysfs, device: DeviceNumber) -> bool {
     sysfs.list(&directory(device).join("slaves")).unwrap_or_default().is_empty()
 }
 
+/// Whether systemd applies what is said of `path` to `device`, a disk. A file or directory stands for the disk that its
+/// filesystem lies on, and a partition or a device that lies on others for the one disk below.
 fn is_about(sysfs: &dyn Sysfs, path: &str, device: DeviceNumber) -> bool {
     // A node may be gone; a number never is.
-    match path.strip_prefix(BY_NUMBER) {
-        Some(number) => number.parse() == Ok(device),
-        None => Disk::find(sysfs, Path::new(path)).is_ok_and(|disk| disk.number == device),
+    if let Some(number) = path.strip_prefix(BY_NUMBER).and_then(|n| n.parse::<DeviceNumber>().ok())
+    {
+        return number == device || Stack::disk_below(sysfs, number) == Some(device);
     }
+    let path = Path::new(path);
+    path.is_absolute()
+        && Stack::find(sysfs, path).is_ok_and(|stack| stack.only_disk() == Some(device))
 }
 
 /// Replaces the entries about `device` of each property that `new` names.

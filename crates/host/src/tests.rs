@@ -8,6 +8,7 @@ mod machine;
 mod promises;
 mod reapply;
 mod refusal;
+mod unwritable;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -379,6 +380,20 @@ fn revert_returns_to_the_apply_before() {
     bed.apply_with(&wanted_with(Scheduler::None), short()).unwrap();
     bed.host.revert_unless_confirmed().unwrap();
     assert_eq!(bed.fake.snapshot(), first);
+    bed.host.rollback().unwrap();
+    assert_eq!(bed.fake.snapshot(), before);
+}
+
+#[test]
+fn journal_is_kept_while_it_is_not_known_which_boot_this_is() {
+    let bed = Bed::new(false, "none");
+    let before = bed.fake.snapshot();
+    bed.apply(&wanted()).unwrap();
+    bed.fake.remove("/proc/sys/kernel/random/boot_id");
+    assert!(matches!(bed.host.rollback(), Err(HostError::Read { .. })));
+    assert!(bed.host.journal_status().is_err());
+    assert!(bed.state.path().join("journal.json").exists());
+    bed.fake.put("/proc/sys/kernel/random/boot_id", "first\n");
     bed.host.rollback().unwrap();
     assert_eq!(bed.fake.snapshot(), before);
 }

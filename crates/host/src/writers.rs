@@ -7,13 +7,14 @@
 //!   again whenever it realises the unit (systemd.resource-control(5)).
 //!
 //! Properties: `udev_match_is_no_assignment`, `udev_rule_in_etc_hides_the_one_in_lib`,
-//! `unit_with_io_limit_is_found`, `tuned_profile_is_found`.
+//! `unit_with_io_limit_is_found`, `file_of_a_server_is_not_read`, `tuned_profile_is_found`.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use crate::storage::Stack;
 use crate::sysfs::Sysfs;
 use crate::systemd::BY_NUMBER;
 
@@ -90,6 +91,10 @@ fn matching(
     wanted: fn(&str) -> bool,
     found: &mut Vec<OtherWriter>,
 ) {
+    // A unit may be a link to a file of a server (`systemctl link`), who may answer no more.
+    if Stack::beyond_reach(sysfs, file).is_some() {
+        return;
+    }
     // An unreadable file (a link to /dev/null masks a rule or unit) sets nothing.
     let text = sysfs.read(file).unwrap_or_default();
     let is_live = |l: &&str| !l.starts_with(['#', ';']) && wanted(l);
@@ -147,6 +152,9 @@ fn units(sysfs: &dyn Sysfs, directory: &Path, found: &mut Vec<OtherWriter>) {
         let path = directory.join(&name);
         // Drop-ins lie one level below.
         if name.ends_with(".d") {
+            if Stack::beyond_reach(sysfs, &path).is_some() {
+                continue;
+            }
             for drop_in in sysfs.list(&path).unwrap_or_default() {
                 matching(sysfs, &path.join(drop_in), WriterKind::Systemd, sets, found);
             }
@@ -197,6 +205,33 @@ mod tests {
         let own = "[Scope]\nIODeviceWeight=\nIODeviceWeight=/dev/block/252:0 6700\n";
         sysfs.put("/run/systemd/transient/a.scope.d/50-IODeviceWeight.conf", own);
         assert_eq!(kinds(&sysfs), [WriterKind::Systemd, WriterKind::Systemd]);
+    }
+
+    #[test]
+    fn file_of_a_server_is_not_read() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |path: &str| root.path().join(path);
+        for directory in ["proc/self", "etc/systemd/system/b.service.d", "far/c.service.d"] {
+            std::fs::create_dir_all(at(directory)).unwrap();
+        }
+        let mounts =
+            "1 0 8:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:44 / /far rw - nfs4 server:/export rw\n";
+        std::fs::write(at("proc/self/mountinfo"), mounts).unwrap();
+        for file in
+            ["far/a.service", "far/c.service.d/io.conf", "etc/systemd/system/b.service.d/io.conf"]
+        {
+            std::fs::write(at(file), "IOReadBandwidthMax=/dev/sda 5M\n").unwrap();
+        }
+        for name in ["a.service", "c.service.d"] {
+            // Through which they would be read.
+            let (target, link) =
+                (format!("../../../far/{name}"), format!("etc/systemd/system/{name}"));
+            std::os::unix::fs::symlink(target, at(&link)).unwrap();
+        }
+        let sysfs = crate::sysfs::RealSysfs::new(root.path());
+        let found = find(&sysfs);
+        let files: Vec<&Path> = found.iter().map(|writer| writer.file.as_path()).collect();
+        assert_eq!(files, [Path::new("/etc/systemd/system/b.service.d/io.conf")]);
     }
 
     #[test]

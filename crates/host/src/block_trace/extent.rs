@@ -85,6 +85,12 @@ impl Extent {
         self.disk == other.disk && self.start < other.end && other.start < self.end
     }
 
+    /// Whether it ends behind `other`, on the same disk or on one that is sorted behind the other's.
+    #[must_use]
+    pub fn ends_behind(&self, other: &Self) -> bool {
+        (self.disk, self.end) > (other.disk, other.end)
+    }
+
     /// What of their disks is in none of `extents`.
     #[must_use]
     pub fn others(extents: &[Self]) -> Vec<Self> {

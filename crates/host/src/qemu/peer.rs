@@ -16,12 +16,9 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use rustix::io::Errno;
-use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
-
 use super::Fault;
 use crate::interrupt::Interrupt;
+use crate::unix_socket;
 
 /// The most bytes of one message. The largest that rtvirtio asks for, 1 MiB of a
 /// guest's file in base64 or a program's output, stay below it.
@@ -102,22 +99,10 @@ impl Peer {
         deadline: Deadline,
         interrupt: &Interrupt,
     ) -> Result<Self, Fault> {
-        let failed = |errno: Errno| Fault::Connect(errno.into());
-        let address = SocketAddrUnix::new(path).map_err(failed)?;
-        let flags = SocketFlags::CLOEXEC;
-        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
-        let socket = socket.map_err(failed)?;
         let mut interrupt = interrupt.clone();
-        loop {
-            // connect(2) waits for room in the backlog; std's has no deadline.
-            let left = deadline.bounded(&mut interrupt)?;
-            set_socket_timeout(&socket, Timeout::Send, Some(left)).map_err(failed)?;
-            match connect(&socket, &address) {
-                Ok(()) => return Ok(Self { interrupt, ..Self::over(UnixStream::from(socket)) }),
-                Err(Errno::INTR | Errno::AGAIN) => {}
-                Err(errno) => return Err(failed(errno)),
-            }
-        }
+        let connected = unix_socket::connect(path, || deadline.bounded(&mut interrupt))?;
+        let stream = connected.map_err(Fault::Connect)?;
+        Ok(Self { interrupt, ..Self::over(stream) })
     }
 
     /// How long the next wait of a request may take.

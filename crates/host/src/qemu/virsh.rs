@@ -13,7 +13,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::error::excerpt;
 use super::peer::{Deadline, Peer};
@@ -89,7 +89,7 @@ pub(super) fn ask(
         // A terminal's signal is for this process, which may have settings to put back through it.
         .process_group(0)
         .spawn();
-    let mut child = Killed(child.map_err(Fault::Connect)?);
+    let mut child = Killed(Some(child.map_err(Fault::Connect)?));
     let answer = output.rest(deadline)?;
     let complaint = complaint.rest(deadline)?;
     if child.succeeds(|| output.left(deadline))? {
@@ -115,8 +115,11 @@ fn pipe(interrupt: &Interrupt) -> Result<(Peer, Stdio), Fault> {
     Ok((peer, Stdio::from(OwnedFd::from(theirs))))
 }
 
+/// How long a process may take to end once it is killed.
+const DEATH: Duration = Duration::from_secs(1);
+
 /// Killed when dropped.
-struct Killed(Child);
+struct Killed(Option<Child>);
 
 impl Killed {
     /// Whether it succeeds; `left` tells how long it may still take.
@@ -125,7 +128,9 @@ impl Killed {
         mut left: impl FnMut() -> Result<Duration, Fault>,
     ) -> Result<bool, Fault> {
         loop {
-            if let Some(status) = self.0.try_wait().map_err(Fault::Connection)? {
+            // It is there until it is dropped.
+            let Some(child) = &mut self.0 else { return Ok(false) };
+            if let Some(status) = child.try_wait().map_err(Fault::Connection)? {
                 return Ok(status.success());
             }
             thread::sleep(left()?.min(Duration::from_millis(1)));
@@ -135,7 +140,16 @@ impl Killed {
 
 impl Drop for Killed {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let Some(mut child) = self.0.take() else { return };
+        let _ = child.kill();
+        let end = Instant::now() + DEATH;
+        while matches!(child.try_wait(), Ok(None)) {
+            if Instant::now() >= end {
+                // In the kernel it may wait for a server that answers no more, and dies once that does.
+                let _ = thread::Builder::new().name("virsh".to_owned()).spawn(move || child.wait());
+                return;
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 }

@@ -46,6 +46,44 @@ fn device_replaced_leaves_others_alone() {
     assert_eq!(properties["P"], left.map(|(path, n)| (path.to_owned(), n)));
 }
 
+#[test]
+fn entry_of_a_file_is_about_the_disk_that_it_lies_on() {
+    let sysfs = FakeSysfs::bare();
+    sysfs.add_disk("vda", DISK, 2048);
+    sysfs.add_disk("vdb", OTHER, 2048);
+    sysfs.add_partition("vda1", DeviceNumber::new(252, 1), "vda", 1024);
+    sysfs.stack("dm-0", DeviceNumber::new(253, 0), &["vda1"]);
+    sysfs.stack("dm-1", DeviceNumber::new(253, 1), &["vda1", "vdb"]);
+    let mounts = [
+        "1 0 252:16 / / rw - ext4 /dev/vdb rw",
+        "2 1 253:0 / /srv rw - xfs /dev/mapper/vg-srv rw",
+        "3 1 0:44 / /far rw - nfs4 server:/export rw",
+        "4 1 0:45 / /run rw - tmpfs tmpfs rw",
+    ];
+    sysfs.put("/proc/self/mountinfo", &mounts.join("\n"));
+    // Files of the fake may stand for directories.
+    for file in ["/srv/db", "/var/lib", "/run/x"] {
+        sysfs.put(file, "");
+    }
+    let about = |path: &str| [DISK, OTHER].map(|device| is_about(&sysfs, path, device));
+    for path in
+        ["/dev/vda", "/dev/vda1", "/srv/db", "/dev/dm-0", "/dev/block/252:1", "/dev/block/253:0"]
+    {
+        assert_eq!(about(path), [true, false], "{path}");
+    }
+    for path in ["/dev/vdb", "/var/lib", "/dev/block/252:16"] {
+        assert_eq!(about(path), [false, true], "{path}");
+    }
+    // Of one that lies on both disks systemd sets neither; of a server's file it would look at nothing.
+    for path in ["/dev/dm-1", "/dev/block/253:1", "/far/x", "/run/x", "/gone", "srv", ""] {
+        assert_eq!(about(path), [false, false], "{path}");
+    }
+    let mut properties: Properties = [("P".to_owned(), vec![("/srv/db".to_owned(), 5)])].into();
+    let new: Properties = [("P".to_owned(), vec![("/dev/block/252:0".to_owned(), 9)])].into();
+    replace(&sysfs, &mut properties, DISK, &new);
+    assert_eq!(properties, new);
+}
+
 const GROUP: &str = "machine.slice/plc.scope";
 const WEIGHTS: &str = "/sys/fs/cgroup/machine.slice/plc.scope/io.bfq.weight";
 

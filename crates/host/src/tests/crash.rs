@@ -25,7 +25,7 @@ fn dying(host: &Host, n: usize) -> Host {
 
 /// Runs `work` on a host that dies at step 0, 1, … until it survives; calls
 /// `after` for each death.
-fn for_every_step(
+pub(super) fn for_every_step(
     v2: bool,
     scheduler: &str,
     work: impl Fn(&Bed, &Host) -> Result<(), HostError>,
