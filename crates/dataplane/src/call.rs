@@ -156,8 +156,9 @@ impl Caller {
     }
 
     /// Frees the thread if it is held up: a front end may fill a counter once the thread has looked at it, and would keep
-    /// the device's later front ends from being called, too. Does not wait.
-    fn free_thread(&self) {
+    /// the device's later front ends from being called, too. Does not wait. Looked at with each call, and by the watchdog: behind
+    /// the last one there may be a driver that waits for what is due.
+    pub(crate) fn free_thread(&self) {
         let since = self.since.load(Relaxed);
         if since == 0 || now().saturating_sub(since) < HELD_UP {
             return;
@@ -507,5 +508,22 @@ mod tests {
         }
         thread.join().unwrap();
         assert!(caller.has_strikes());
+    }
+
+    /// As the watchdog looks, though no call follows.
+    #[test]
+    fn thread_that_is_held_up_is_freed_by_a_look() {
+        let full = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        let caller = Arc::default();
+        let held_up = Call::new(full, &caller).unwrap();
+        let thread = std::thread::spawn(move || held_up.0.write_aside());
+        let began = Instant::now();
+        while !thread.is_finished() {
+            caller.free_thread();
+            std::thread::sleep(Duration::from_millis(1));
+            assert!(began.elapsed() < Duration::from_secs(20), "the thread is held up");
+        }
+        thread.join().unwrap();
     }
 }

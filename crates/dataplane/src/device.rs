@@ -40,7 +40,9 @@ pub struct Limits {
 }
 
 impl Default for Limits {
-    /// 126 data segments: with header and status they fill a queue of 128 entries, QEMU's default.
+    /// 126 data segments: with header and status they fill a queue of 128 entries, QEMU's default. A front end reads this before it
+    /// says how many entries its queues have (QEMU as it realizes the device, GET_INFLIGHT_FD and SET_VRING_NUM as the driver starts
+    /// it), so it cannot follow them. A driver of a shorter queue uses indirect descriptors, which are offered.
     /// 1 GiB of a discard: what a file system punches out in one piece without a long stall. As much memory as
     /// the host has: no guest uses more, and this process has an address space for all of them.
     fn default() -> Self {

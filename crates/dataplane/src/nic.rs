@@ -197,6 +197,12 @@ impl Backend for Nic {
         (common::ALWAYS | common::IN_ORDER | features::ALWAYS | several) & !declined
     }
 
+    /// The header of a legacy driver without mergeable buffers has 10 bytes (virtio 1.2, 5.1.6.1), and all headers here have
+    /// 12. Its frames would be taken to begin two bytes too late.
+    fn can_serve(&self, negotiated: u64) -> bool {
+        negotiated & (common::VERSION_1 | features::MRG_RXBUF) != 0
+    }
+
     /// No in-flight region: frames that a dead server had taken are lost, as on a wire.
     fn protocol_features(&self) -> u64 {
         (common::PROTOCOL_OFFERED & !common::PROTOCOL_INFLIGHT_SHMFD)
@@ -283,20 +289,24 @@ impl Backend for Nic {
 
 #[cfg(test)]
 mod tests {
-    use rtvirtio_vhost::protocol::{InflightArea, Message};
+    use rtvirtio_vhost::protocol::{InflightArea, Message, VringFd, VringState};
     use rtvirtio_vhost::session::Refused;
-    use rtvirtio_vhost::session::testing::{Front, memory};
+    use rtvirtio_vhost::session::testing::{Front, address, eventfd, memory};
 
     use super::*;
 
     fn nic() -> Nic {
+        nic_on(Link::Taps(Vec::new()))
+    }
+
+    fn nic_on(link: Link) -> Nic {
         Nic::new(NicConfig {
             name: "nic".to_owned(),
             mac: [2, 0, 0, 0, 0, 7],
             mtu: 9000,
             limits: [None; 2],
             promises: [None; 2],
-            link: Link::Taps(Vec::new()),
+            link,
             memory: Bytes::new(1 << 20),
             positions: None,
         })
@@ -321,6 +331,29 @@ mod tests {
         assert_ne!(nic().features() & common::VERSION_1, 0);
         assert_ne!(nic().features() & common::IN_ORDER, 0);
         assert!(nic().set_mtu(1500) && nic().set_mtu(9000) && !nic().set_mtu(9001));
+    }
+
+    #[test]
+    fn driver_whose_headers_have_ten_bytes_is_refused_with_the_remedy() {
+        for (negotiated, is_served) in [
+            (0, false),
+            (features::MAC | features::STATUS, false),
+            (features::MRG_RXBUF, true),
+            (common::VERSION_1, true),
+        ] {
+            let link = Link::Port { switch: Switch::new(1e3), number: 0, pairs: 1 };
+            let mut front = Front::ready(Arc::new(nic_on(link)));
+            front.send(Message::SetFeatures(negotiated)).unwrap();
+            front.send(Message::SetVringNum(VringState { index: 0, num: 16 })).unwrap();
+            front.send(Message::SetVringAddr(address(0))).unwrap();
+            let kick = Message::SetVringKick(VringFd { index: 0, fd: true });
+            let refused = front.with_fd(kick, eventfd()).err();
+            assert_eq!(refused, (!is_served).then_some(Refused::Legacy(0)), "{negotiated:#x}");
+            assert_eq!(front.host.log().len(), usize::from(is_served));
+            if let Some(refused) = refused {
+                assert!(refused.to_string().contains("disable-legacy=on"), "{refused}");
+            }
+        }
     }
 
     /// An area would say of chains that they are in flight, which nobody has.

@@ -561,6 +561,9 @@ pub enum PlaneError {
         /// How many queues are mapped to it.
         queues: u32,
     },
+    /// There is no other IOThread.
+    #[error("iothread \"{0}\" is the only one, and a configuration needs one")]
+    LastIoThread(IoThreadName),
     /// A queue is on its way.
     #[error("queue {queue} of device \"{device}\" is being moved or stopped")]
     QueueBusy {
@@ -644,6 +647,9 @@ impl PlaneError {
             }
             Self::IoThreadInUse { .. } => {
                 "move them first: rtvirtio ctl mapping move DEVICE QUEUE IOTHREAD".to_owned()
+            }
+            Self::LastIoThread(_) => {
+                "make another one first: rtvirtio ctl iothread create NAME".to_owned()
             }
             Self::QueueBusy { .. } => "try again".to_owned(),
             Self::Shrinks { device, to, .. } => format!(

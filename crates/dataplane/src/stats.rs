@@ -95,7 +95,7 @@ pub enum Dropped {
     Broadcast,
     /// Nobody has its address.
     NoReceiver,
-    /// Its receiver's driver had no buffers, or has no queue that is served.
+    /// Its receiver's driver had no buffers, or too few for it, or has no queue that is served.
     NoBuffers,
     /// Its receiver's buffers, or its MTU, are too small for it.
     TooLong,

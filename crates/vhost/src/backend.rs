@@ -30,6 +30,11 @@ pub trait Backend: Send + Sync {
         self.queues().into()
     }
 
+    /// Whether a driver that has negotiated these features can be served. A device may refuse a legacy driver (virtio 1.2, 6.2).
+    fn can_serve(&self, _negotiated: u64) -> bool {
+        true
+    }
+
     /// The protocol features that are offered.
     fn protocol_features(&self) -> u64 {
         features::PROTOCOL_OFFERED

@@ -164,6 +164,12 @@ pub enum Refused {
         /// As SET_VRING_BASE gave it.
         base: u32,
     },
+    /// The device does not serve what its driver has negotiated.
+    #[error(
+        "virtqueue {0} has a legacy driver without mergeable buffers: give the guest a driver of virtio 1.0 or later, \
+         and in QEMU its device disable-legacy=on"
+    )]
+    Legacy(u16),
     /// The ring cannot be set up.
     #[error("virtqueue {index} is not usable")]
     Ring {
@@ -622,6 +628,10 @@ impl<H: QueueHost> Session<H> {
             Kick::Polled => None,
             Kick::Fd(fd) => Some(fd),
         };
+        // Only now: a front end may set other features before it sets its driver's.
+        if !self.device.can_serve(self.features) {
+            return Err(Refused::Legacy(index));
+        }
         // The size was checked, but the kind of ring may have changed since.
         let packed = self.packed();
         if !is_queue_size(size, packed) {

@@ -113,6 +113,7 @@ impl From<PlaneError> for Failure {
             | PlaneError::NetworkInUse { .. }
             | PlaneError::SocketInUse { .. }
             | PlaneError::IoThreadInUse { .. }
+            | PlaneError::LastIoThread(_)
             | PlaneError::ScheduleInUse { .. }
             | PlaneError::QueueBusy { .. }
             | PlaneError::NotAdmitted { .. }

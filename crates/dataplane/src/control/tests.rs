@@ -379,7 +379,7 @@ fn wrong_requests_get_an_error_body() {
         ("POST", "/v1/devices", json!({ "device": ram("a"), "x": 1 }), 400, "unknown field `x`"),
         ("POST", "/v1/devices", json!({ "device": ram("a/b") }), 400, "not allowed in a name"),
         ("POST", "/v1/devices", json!({ "device": ram("a"), "fds": ["image"] }), 400, "0 came"),
-        ("DELETE", &format!("/v1/devices/{name}"), json!(null), 400, "longer than 64"),
+        ("DELETE", &format!("/v1/devices/{name}"), json!(null), 400, "use 64 characters at most"),
         ("DELETE", "/v1/devices/..%2fa", json!(null), 400, "not allowed in a name"),
         ("GET", "/v1/mapping/%FF", json!(null), 400, "UTF-8"),
         ("PUT", "/v1/nics/%FF/rx", json!({ "max_frames": 1 }), 400, "UTF-8"),

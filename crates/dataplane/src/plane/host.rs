@@ -386,6 +386,10 @@ impl MappedHost for Host {
     fn report_broken_queues(&self) {
         self.notify_if(self.queues.report_broken());
     }
+
+    fn free_caller(&self) {
+        self.device().caller().free_thread();
+    }
 }
 
 impl QueueHost for Host {

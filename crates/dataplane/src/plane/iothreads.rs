@@ -389,6 +389,10 @@ impl Core {
             if queues > 0 {
                 return Err(PlaneError::IoThreadInUse { iothread: iothread.clone(), queues });
             }
+            // What is served now is to be served after the next start, and no file without one is read.
+            if state.iothreads.len() == 1 && state.iothreads.contains_key(iothread) {
+                return Err(PlaneError::LastIoThread(iothread.clone()));
+            }
             let removed = state.iothreads.remove(iothread);
             removed.ok_or_else(|| PlaneError::NoIoThread(iothread.clone()))?
         };

@@ -27,6 +27,9 @@ pub(crate) trait MappedHost: Send + Sync {
     /// Tells of queues that their drivers broke, or kick for nothing, since the last time. Never waits: who calls this also
     /// frees threads that somebody here may be waiting for.
     fn report_broken_queues(&self);
+
+    /// Frees the thread that calls its drivers if a front end holds it up. Never waits.
+    fn free_caller(&self);
 }
 
 /// A driver that has kicked for nothing so long will not be served. One that is served has its request taken

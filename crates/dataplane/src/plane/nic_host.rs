@@ -110,6 +110,10 @@ impl MappedHost for NicHost {
     fn report_broken_queues(&self) {
         self.notify_if(self.queues.report_broken());
     }
+
+    fn free_caller(&self) {
+        self.nic.caller().free_thread();
+    }
 }
 
 impl QueueHost for NicHost {

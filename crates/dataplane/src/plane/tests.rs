@@ -339,6 +339,27 @@ fn queue_never_goes_to_an_iothread_of_another_trust_domain() {
     assert!(matches!(refused, PlaneError::Fault(Fault::PolicyAcrossTrust(_))), "{refused}");
 }
 
+/// What `ctl configuration` prints is read at the next start.
+#[test]
+fn last_iothread_is_not_removed_and_a_configuration_without_devices_is_read() {
+    let Some(rig) = Rig::new() else { return };
+    let registry = &rig.registry;
+    registry.remove_device(&disk()).unwrap();
+    let name = |text: &str| IoThreadName::new(text).unwrap();
+    let refused = registry.remove_iothread(&name("iot0")).unwrap_err();
+    assert!(matches!(refused, PlaneError::LastIoThread(_)), "{refused}");
+    assert!(refused.hint().is_some());
+    let gone = registry.remove_iothread(&name("iot1")).unwrap_err();
+    assert!(matches!(gone, PlaneError::NoIoThread(_)), "{gone}");
+    let raw = serde_json::from_value(json!({ "name": "iot1" })).unwrap();
+    registry.add_iothread(IoThread::new(raw).unwrap()).unwrap();
+    registry.remove_iothread(&name("iot0")).unwrap();
+    let configuration = wire::Configuration::from(&registry.configuration());
+    let text = rtvirtio_spec::serve::to_toml(&configuration).unwrap();
+    let read = rtvirtio_spec::serve::parse("serve.toml", &text).unwrap();
+    assert_eq!(read.iothreads.len(), 1);
+}
+
 /// Slots of a process that ends on a disk which does not answer are held until that does.
 #[test]
 fn queue_whose_slots_cannot_go_along_stays_where_it_is_seen() {

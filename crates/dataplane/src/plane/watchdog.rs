@@ -1,4 +1,4 @@
-//! A thread that looks after the others: IOThreads that a front end's eventfd holds up, queues that a
+//! A thread that looks after the others: IOThreads and devices' threads that a front end's eventfd holds up, queues that a
 //! driver broke, devices that stalled. It never waits for anybody who may wait for an IOThread.
 
 use std::collections::HashMap;
@@ -74,7 +74,7 @@ impl Watched {
             std::thread::park_timeout(period);
             watchdog.set_idle(false);
             let mut busy = pool.unblock_stuck_iothreads(&mut before);
-            self.report_broken_queues();
+            self.look_at_devices();
             report_stalls(core, &mut stalls);
             if !busy {
                 // From here on who calls a driver wakes it; who began before is seen.
@@ -89,9 +89,10 @@ impl Watched {
         self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn report_broken_queues(&self) {
+    fn look_at_devices(&self) {
         self.hosts().retain(|host| {
             host.upgrade().is_some_and(|host| {
+                host.free_caller();
                 host.report_broken_queues();
                 true
             })

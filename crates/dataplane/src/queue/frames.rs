@@ -103,6 +103,7 @@ impl Frames {
     /// When the next frame may pass or is to be tried again, or waits for buffers no longer, if one waits; ns.
     pub(super) fn held_until(&self) -> Option<u64> {
         let starved = match &self.direction {
+            Direction::SocketReceive(receive) => receive.waits_until(),
             Direction::PortReceive(receive) => receive.waits_until(),
             _ => None,
         };
@@ -134,8 +135,15 @@ impl Frames {
     /// It may by now.
     pub(super) fn release(&mut self) {
         self.held_until = None;
-        if let Direction::PortReceive(receive) = &mut self.direction {
-            receive.look_again();
+        self.look_again();
+    }
+
+    /// What waits for buffers is looked at anew.
+    fn look_again(&mut self) {
+        match &mut self.direction {
+            Direction::SocketReceive(receive) => receive.look_again(),
+            Direction::PortReceive(receive) => receive.look_again(),
+            _ => {}
         }
     }
 
@@ -175,7 +183,7 @@ impl Frames {
                 transmit.serve(ring, chain, share, stats, &mut gate)
             }
             Direction::SocketReceive(receive) => {
-                receive.serve(ring, memory, share, stats, &mut gate)
+                receive.serve(ring, memory, share, stats, &mut gate, time)
             }
             Direction::PortTransmit(transmit) => {
                 transmit.serve(ring, share, stats, &mut gate, time)
@@ -281,6 +289,8 @@ impl Frames {
 
     /// Whether frames for it are taken: of a queue that is not served they would stay with their senders.
     pub(super) fn set_open(&mut self, is_open: bool) {
+        // The time of what waited may have come while nobody looked.
+        self.look_again();
         if let Direction::PortReceive(receive) = &mut self.direction {
             receive.set_open(is_open);
         }

@@ -133,6 +133,27 @@ fn datagrams_of_strangers_and_such_that_are_no_frames_are_dropped() {
     assert_eq!(pool.stop(key).unwrap().broken(), None);
 }
 
+/// Nothing wakes the IOThread but the time for which it waits.
+#[test]
+fn driver_that_adds_no_buffers_does_not_hold_up_frames_that_fit() {
+    let rig = Rig::new();
+    let peer = rig.bind("remote");
+    let Some(pool) = pool() else { return };
+    let [thread] = threads(&pool);
+    for packed in [false, true] {
+        let mut port = Port::new(packed);
+        let setup = port.setup(&rig.nic, 0);
+        let stats = Arc::clone(&setup.stats);
+        let key = pool.start_nic(setup, thread).unwrap();
+        let slots = port.offer(0..1, 100);
+        rig.send(&peer, &frame(1, 200));
+        rig.send(&peer, &frame(2, 60));
+        assert_eq!(port.receive(&slots), (frame(2, 60), 1));
+        assert_eq!((stats.drops().no_buffers, stats.drops().total()), (1, 1));
+        assert_eq!(pool.stop(key).unwrap().broken(), None);
+    }
+}
+
 /// In every way of being away; the first frame is the peer's, before the device has sent one to it.
 #[test]
 fn peer_may_come_late_and_again() {

@@ -25,6 +25,11 @@ use crate::stats::{Dropped, Op, QueueStats};
 const RETRY_NS: u64 = 20_000;
 const MAX_RETRY_NS: u64 = 5_000_000;
 
+/// How long a frame waits for a driver that has made buffers available, but too few for it, to add others, ns. A driver that the
+/// host lets run adds some within a millisecond, and a vCPU of an overcommitted host may not run for some tens of these. Frames
+/// behind it that would fit come before TCP sends them again, which it does after 200 ms at the earliest (Linux's `TCP_RTO_MIN`).
+const MAX_WAIT_NS: u64 = 100_000_000;
+
 /// To the socket.
 pub(super) struct SocketTransmit {
     nic: Arc<Nic>,
@@ -198,13 +203,46 @@ pub(super) struct SocketReceive {
     has_failed: bool,
     /// Whether the driver has made too few buffers available for the next frame.
     is_short: bool,
+    shortage: Shortage,
+}
+
+/// For how long frames wait for which the driver has made buffers available, but too few.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Shortage {
+    /// None waits.
+    None,
+    /// The next one waits until then, ns of [`crate::clock::now`].
+    Until(u64),
+    /// One has waited for too long. Others do not wait before the driver has added buffers, or has taken a frame.
+    Expired,
 }
 
 impl SocketReceive {
     pub(super) fn new(nic: &Arc<Nic>, socket: Arc<Socket>) -> Self {
         let buffers = Buffers::new();
         let nic = Arc::clone(nic);
-        Self { nic, socket, buffers, is_ready: true, has_failed: false, is_short: false }
+        Self {
+            nic,
+            socket,
+            buffers,
+            is_ready: true,
+            has_failed: false,
+            is_short: false,
+            shortage: Shortage::None,
+        }
+    }
+
+    /// Until when the next frame waits for the driver to add buffers, if it does; ns.
+    pub(super) const fn waits_until(&self) -> Option<u64> {
+        match self.shortage {
+            Shortage::Until(until) if self.is_short => Some(until),
+            _ => None,
+        }
+    }
+
+    /// The next turn finds out whether the next frame waits for buffers any longer.
+    pub(super) const fn look_again(&mut self) {
+        self.is_short = false;
     }
 
     pub(super) fn is_pending(&self, ring_is_pending: impl FnOnce() -> bool) -> bool {
@@ -216,7 +254,8 @@ impl SocketReceive {
     }
 
     pub(super) fn waits_for_driver(&self, ring_is_pending: bool) -> bool {
-        self.wants_buffers() && !ring_is_pending
+        // What a driver adds while a frame waits for it is found when it is asked for kicks.
+        self.is_short || self.buffers.is_empty() && !ring_is_pending
     }
 
     /// What is waited for when buffers are there and no frame.
@@ -229,8 +268,27 @@ impl SocketReceive {
     }
 
     pub(super) fn give_back(&mut self, ring: &mut Ring) {
-        self.is_short = false;
+        (self.is_short, self.shortage) = (false, Shortage::None);
         self.buffers.give_back(ring);
+    }
+
+    /// Whether the next frame, for which there are too few buffers in a turn that has begun at `time`, waits for others.
+    fn waits_for_more(&mut self, time: u64) -> bool {
+        // A driver without any is back pressure: nothing could be given to it.
+        if self.buffers.is_empty() {
+            return true;
+        }
+        match self.shortage {
+            Shortage::None => {
+                self.shortage = Shortage::Until(time.saturating_add(MAX_WAIT_NS));
+                true
+            }
+            Shortage::Until(until) if time < until => true,
+            Shortage::Until(_) | Shortage::Expired => {
+                self.shortage = Shortage::Expired;
+                false
+            }
+        }
     }
 
     pub(super) fn serve(
@@ -240,8 +298,12 @@ impl SocketReceive {
         share: &mut TurnBudget,
         stats: &QueueStats,
         gate: &mut Gate<'_>,
+        time: u64,
     ) -> Served {
         self.is_short = false;
+        if self.shortage == Shortage::Expired && ring.is_pending() {
+            self.shortage = Shortage::None;
+        }
         let is_mergeable = self.nic.driver_features() & features::MRG_RXBUF != 0;
         let socket = Arc::clone(&self.socket);
         let mut incoming = socket.incoming();
@@ -286,12 +348,13 @@ impl SocketReceive {
             if gathered == Gathered::TurnOver {
                 break;
             }
-            self.is_short = gathered == Gathered::TooFew;
+            self.is_short = gathered == Gathered::TooFew && self.waits_for_more(time);
             if self.is_short || !gate.is_open() {
                 return Ok((Pass::Empty, is_unpublished));
             }
             stats.start(1);
             if gathered == Gathered::Enough {
+                self.shortage = Shortage::None;
                 let frame = incoming.frame(length);
                 let frame = Segment::new(frame.as_ptr().cast_mut(), frame.len());
                 self.buffers.fill([frame].into_iter());
@@ -299,7 +362,11 @@ impl SocketReceive {
                 is_unpublished = true;
                 stats.count(Op::Read, length as u64);
             } else {
-                stats.drop_frame(Op::Read, Dropped::TooLong);
+                let reason = match gathered {
+                    Gathered::TooFew => Dropped::NoBuffers,
+                    _ => Dropped::TooLong,
+                };
+                stats.drop_frame(Op::Read, reason);
             }
             incoming.consume(length);
             gate.pass(length);

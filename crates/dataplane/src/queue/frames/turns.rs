@@ -64,9 +64,14 @@ impl ByHand {
 
     /// A turn of so many frames and so long, ns.
     fn turn(&mut self, requests: u32, ns: i64) -> Pass {
+        self.turn_at(now(), requests, ns)
+    }
+
+    /// The same, which begins at this time.
+    fn turn_at(&mut self, time: u64, requests: u32, ns: i64) -> Pass {
         let Self { memory, ring, frames, stats, .. } = self;
         let mut share = TurnBudget { requests, ns };
-        let served = frames.serve(ring, &mut Chain::default(), memory, &mut share, stats, now());
+        let served = frames.serve(ring, &mut Chain::default(), memory, &mut share, stats, time);
         let (pass, _) = served.unwrap();
         let _ = ring.publish();
         pass
@@ -514,6 +519,105 @@ fn frame_of_a_socket_that_the_buffers_are_too_few_for_is_no_work() {
     assert!(queue.is_pending());
     queue.turn(64, QUANTUM_NS);
     assert_eq!(queue.stats.snapshot().operations.reads, 1);
+}
+
+/// Neither a ring that the driver does not fill nor one that is full of chains is ever full of buffers.
+#[test]
+fn frame_of_a_socket_that_the_buffers_stay_too_few_for_is_dropped_in_time() {
+    for (chains, pieces) in [(1, 1), (2, 2)] {
+        let (_directory, nic, peer) = on_socket();
+        nic.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+        let mut queue = ByHand::new(&nic, 0, 4);
+        let piece = Buffer { address: BUFFERS, length: 100, writable: true };
+        (0..chains).for_each(|_| _ = queue.driver.add(&vec![piece; pieces], false).unwrap());
+        queue.driver.publish();
+        for frame in [&[1; 1000][..], &[2; 1000], &[3; 60]] {
+            peer.send(frame).unwrap();
+        }
+        let begun = now();
+        queue.turn_at(begun, 64, QUANTUM_NS);
+        let until = queue.frames.held_until().unwrap();
+        assert!((begun + 1_000_000..begun + 200_000_000).contains(&until), "{until} at {begun}");
+        queue.turn_at(until - 1, 64, QUANTUM_NS);
+        assert_eq!(queue.stats.drops().total(), 0);
+        assert_eq!(queue.frames.held_until(), Some(until));
+        assert!(!queue.is_pending(), "until then nothing can be done");
+        queue.frames.release();
+        assert!(queue.is_pending());
+        // The second does not wait for another time.
+        queue.turn_at(until, 64, QUANTUM_NS);
+        assert_eq!((queue.stats.drops().no_buffers, queue.stats.drops().total()), (2, 2));
+        assert_eq!(queue.driver.take().map(|(_, length)| length), Some((BYTES + 60) as u32));
+        assert_eq!(queue.frames.held_until(), None);
+    }
+}
+
+/// Each buffer has to hold a frame then (virtio 1.2, 5.1.6.3.1), and the header says that it lies in one.
+#[test]
+fn driver_without_mergeable_buffers_has_each_frame_in_one() {
+    let (_directory, nic, peer) = on_socket();
+    nic.negotiated(rtvirtio_vhost::protocol::features::VERSION_1);
+    let mut queue = ByHand::new(&nic, 0, 64);
+    queue.add(2, 300, true);
+    for length in [200, 400, 60] {
+        peer.send(&vec![1; length]).unwrap();
+    }
+    queue.turn(64, QUANTUM_NS);
+    let used = std::iter::from_fn(|| queue.driver.take()).map(|(_, length)| length);
+    assert_eq!(used.collect::<Vec<_>>(), [212, 72]);
+    let header = queue.driver.guest().read(BUFFERS, BYTES);
+    assert_eq!(header, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
+    assert_eq!((queue.stats.drops().too_long, queue.stats.drops().total()), (1, 1));
+}
+
+#[test]
+fn driver_that_adds_buffers_again_is_waited_for_again() {
+    let (_directory, nic, peer) = on_socket();
+    nic.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let mut queue = ByHand::new(&nic, 0, 64);
+    queue.add(1, 100, true);
+    peer.send(&[1; 200]).unwrap();
+    let begun = now();
+    queue.turn_at(begun, 64, QUANTUM_NS);
+    let until = queue.frames.held_until().unwrap();
+    queue.turn_at(until, 64, QUANTUM_NS);
+    assert_eq!(queue.stats.drops().no_buffers, 1);
+    peer.send(&[2; 200]).unwrap();
+    queue.add(1, 50, true);
+    queue.turn_at(until, 64, QUANTUM_NS);
+    assert_eq!(queue.frames.held_until(), Some(2 * until - begun));
+    queue.add(1, 100, true);
+    queue.turn_at(until + 1, 64, QUANTUM_NS);
+    assert_eq!((queue.stats.drops().total(), queue.frames.held_until()), (1, None));
+    assert_eq!(queue.stats.snapshot().operations.reads, 2);
+}
+
+/// Its time passes while the queue is disabled, when nobody looks.
+#[test]
+fn frame_that_waits_for_buffers_is_looked_at_when_its_queue_is_enabled_again() {
+    let (_directory, nic, peer) = on_socket();
+    nic.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let [sender, receiver] = on_switch();
+    receiver.negotiated(rtvirtio_frames::features::MRG_RXBUF);
+    let mut transmit = ByHand::new(&sender, 1, 256);
+    let mut queues = [ByHand::new(&nic, 0, 64), ByHand::new(&receiver, 0, 64)];
+    queues.iter_mut().for_each(|queue| queue.add(1, 100, true));
+    let frames = |transmit: &mut ByHand| {
+        peer.send(&[1; 200]).unwrap();
+        send(transmit, 1, 200);
+    };
+    let begun = now();
+    frames(&mut transmit);
+    for queue in &mut queues {
+        queue.turn_at(begun, 64, QUANTUM_NS);
+        assert!(queue.frames.held_until().is_some() && !queue.is_pending());
+        queue.frames.set_open(false);
+        queue.frames.set_open(true);
+    }
+    frames(&mut transmit);
+    assert_eq!(queues.each_ref().map(ByHand::is_pending), [true; 2]);
+    drop(queues);
+    transmit.turn(0, 0);
 }
 
 /// A peer may send frames that are longer than all of a ring.
