@@ -77,8 +77,19 @@ impl VmLoad {
         match (reads > 0.0, writes > 0.0) {
             (true, false) => read,
             (false, _) => write,
-            // A stream that mixes stands still when either direction does.
-            (true, true) if mixes => tightest(read.map(|r| r / reads), write.map(|w| w / writes)),
+            // A stream that mixes stands still when either direction does; one of another mix then has what is left of
+            // the other direction. Together they come to the mix, of all between theirs, that limits allow most of.
+            (true, true) if mixes => {
+                let fewest = self.streams.iter().map(|s| s.read_fraction).fold(1.0, f64::min);
+                let most = match (read, write) {
+                    (Some(read), Some(write)) => (read / (read + write)).max(0.0),
+                    (Some(_), None) => 0.0,
+                    (None, _) => 1.0,
+                };
+                let mix = most.clamp(fewest, reads);
+                tightest(read.map(|r| r / mix), write.map(|w| w / (1.0 - mix)))
+                    .filter(|cap| cap.is_finite())
+            }
             // Readers and writers side by side each get their own.
             (true, true) => Some(read? + write?),
         }
@@ -92,4 +103,37 @@ pub struct DeviceLoad {
     pub scheduler: Scheduler,
     /// The VMs that use it.
     pub vms: Vec<VmLoad>,
+}
+
+#[cfg(test)]
+mod tests {
+    use rtvirtio_spec::settings::Limits;
+
+    use super::*;
+
+    /// MB/s that limits let through of tasks that read such parts.
+    fn cap(read_fractions: &[f64], limits: Limits) -> Option<f64> {
+        let stream = |&read_fraction: &f64| Stream { read_fraction, ..Stream::UNDECLARED[0] };
+        let streams = read_fractions.iter().map(stream).collect();
+        let vm = VmLoad { streams, settings: VmSettings { limits, ..VmSettings::default() } };
+        vm.cap().map(|bytes| (bytes / 1e6).round())
+    }
+
+    #[test]
+    fn tasks_of_different_mixes_use_up_both_directions() {
+        let both = Limits::bps(BytesPerSecond::from_megabytes(100));
+        assert_eq!(cap(&[1.0], both), Some(100.0));
+        assert_eq!(cap(&[1.0, 0.0], both), Some(200.0));
+        // Reads end a mix of 70 % alone, at 100 / 0.7.
+        assert_eq!(cap(&[0.7], both), Some(143.0));
+        assert_eq!(cap(&[0.7, 0.7], both), Some(143.0));
+        // A writer beside it has the writes that it leaves.
+        assert_eq!(cap(&[0.7, 0.0], both), Some(200.0));
+        // 60 % are the fewest reads that these come to: 100 / 0.6.
+        assert_eq!(cap(&[0.7, 0.6], both), Some(167.0));
+        // Nothing holds a writer back beside a limit of reads.
+        let reads = Limits { write_bps: None, ..both };
+        assert_eq!(cap(&[0.7, 0.0], reads), None);
+        assert_eq!(cap(&[0.7, 0.5], reads), Some(200.0));
+    }
 }

@@ -127,9 +127,15 @@ impl<'a> Structural<'a> {
     fn cost(&self, block_size: f64) -> f64 {
         let small = 1.0 / self.capacity.iops_4k;
         let large = 131_072.0 / self.capacity.write_throughput.get() as f64;
-        // Linear in length between the two measured sizes, and beyond.
+        // Linear in length between the two measured sizes, and beyond. Where a cache makes the large one the cheaper,
+        // that would come down to nothing: what is longer still takes its bytes' part of the throughput.
         let slope = (large - small) / (131_072.0 - 4096.0);
-        (small + slope * (block_size - 4096.0)).max(small / 8.0)
+        let cost = if slope < 0.0 && block_size > 131_072.0 {
+            large * block_size / 131_072.0
+        } else {
+            small + slope * (block_size - 4096.0)
+        };
+        cost.max(small / 8.0)
     }
 
     /// The depth from which a queue without a rate or a limit fills the device: twice what is

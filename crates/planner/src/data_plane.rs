@@ -52,11 +52,14 @@ pub fn service_curve(capacity: &Capacity) -> Curve {
     let [cost_small, cost_large] = [channels / small, channels / large];
     let kib = ((cost_large - cost_small) / 124.0).max(0.0);
     let request = (cost_small - 4.0 * kib).max(1e-9);
+    // A cache may end large writes sooner than the device serves small requests. They hold a channel as long all the same:
+    // in parts of what is left of their response beside the overhead, which may be none, tails would be any number.
+    let service_large = (mean_large - overhead).max(cost_small);
     let tail_large = capacity.response_128k.p999.as_secs_f64() - overhead;
-    let spread = (tail_large / (mean_large - overhead)).max(1.0);
+    let spread = (tail_large / service_large).max(1.0);
     let jitter = capacity.response_4k.p999.as_secs_f64() - overhead - cost_small * spread;
     let decade = |of: &Response| of.p999.saturating_sub(of.p99).as_secs_f64();
-    let spread_decade = decade(&capacity.response_128k) / (mean_large - overhead);
+    let spread_decade = decade(&capacity.response_128k) / service_large;
     let jitter_decade = decade(&capacity.response_4k) - cost_small * spread_decade;
     let seconds = |s: f64| Nanos::from_secs_f64(s.max(0.0));
     let device = Device {

@@ -375,7 +375,8 @@ fn background(
 ) -> f64 {
     let throughput = problem.profile.capacity.write_throughput.get() as f64;
     match cap {
-        Some(cap) => cap * capped.len() as f64,
+        // Caps of many VMs, each of which must stay alive, may be more than the device can do.
+        Some(cap) => (cap * capped.len() as f64).min(throughput),
         None if capped.is_empty() => 0.0,
         None => {
             let used = evaluation.utilisation;
@@ -487,8 +488,16 @@ impl Choice {
         let broken = problem.evaluate(&load, sacrificed_vms, JointConfidence::Vm).promises;
         let pairs = self.evaluation.promises.iter().zip(&broken);
         let mut pairs = pairs.filter(|(now, then)| now.unmet.is_none() && then.unmet.is_some());
-        Some(pairs.next().map_or(BindingConstraint::Throughput, |(_, then)| {
-            BindingConstraint::Target { promise: Box::new(then.clone()) }
+        if let Some((_, then)) = pairs.next() {
+            return Some(BindingConstraint::Target { promise: Box::new(then.clone()) });
+        }
+        // Beside a task that is not met nothing is broken, and the cap is no larger than `CAREFUL_SHARE`, or than its tail allows.
+        let victims = names(problem, sacrificed_vms);
+        let mut unmet = self.evaluation.promises.iter().filter(|p| p.unmet.is_some());
+        let unmet = unmet.find(|promise| !victims.contains(&promise.vm));
+        Some(unmet.map_or(BindingConstraint::Throughput, |promise| BindingConstraint::Unmet {
+            vm: promise.vm.clone(),
+            task: promise.task.clone(),
         }))
     }
 

@@ -75,6 +75,21 @@ fn lax_targets_leave_the_background_alone() {
 }
 
 #[test]
+fn background_is_never_said_to_get_more_than_the_device_can_do() {
+    let mut text =
+        rtvirtio_spec::specification::to_toml(&specification(&[("a", 100.0, 0.2)], false));
+    for i in 0..400 {
+        text +=
+            &format!("\n[[vm]]\nname = \"bg{i}\"\n[[vm.disk]]\nname = \"d\"\ndevice = \"data\"\n");
+    }
+    // The least cap of 400 VMs is 400 MB/s, of 371.
+    let plan = planned(&parse("test.toml", &text).unwrap());
+    assert!(plan.background.iter().all(|share| share.cap.is_some()), "{:?}", plan.background[0]);
+    let cost = &plan.cost[0];
+    assert_eq!(cost.background_planned, cost.background_alone);
+}
+
+#[test]
 fn impossible_target_is_named() {
     let plan = planned(&specification(&[("a", 100.0, 0.2), ("b", 100.0, 30.0)], true));
     let unmet: Vec<_> = plan.tasks.iter().filter(|t| t.unmet.is_some()).collect();

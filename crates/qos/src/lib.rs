@@ -49,7 +49,8 @@
 //!   `excess_of_a_class_costs_neither_its_flows_other_class_nor_other_flows`,
 //!   `excess_of_a_marked_task_does_not_starve_what_is_unmarked`,
 //!   `promise_beyond_the_limit_delays_the_rest_of_its_flow_for_a_bounded_time`,
-//!   `limited_flow_has_not_waited_before_its_time_comes`, `slow_limit_is_kept_beside_a_promise`.
+//!   `limited_flow_has_not_waited_before_its_time_comes`, `slow_limit_is_kept_beside_a_promise`,
+//!   `what_a_limit_kept_from_a_flow_is_not_made_up_for`.
 //! - `changed_promise_weight_and_limit_hold_from_then_on`: for what waits, too.
 //!
 //! Which promises fit a device: [`admission`].

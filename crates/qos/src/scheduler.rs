@@ -651,7 +651,7 @@ impl Scheduler {
 
     /// Puts a flow where its requests belong.
     fn queue_flow(&mut self, id: u32, now: u64) {
-        let Some(Some(flow)) = self.flows.get(id as usize) else { return };
+        let Some(Some(flow)) = self.flows.get_mut(id as usize) else { return };
         if flow.pending == 0 {
             self.fair.remove(id);
             self.limited.remove(id);
@@ -659,7 +659,12 @@ impl Scheduler {
             self.fair.remove(id);
             self.limited.set(id, flow.due());
         } else {
-            self.limited.remove(id);
+            if self.limited.contains(id) {
+                // What its limit kept from it is not made up for: its tag stood still meanwhile, and it would go
+                // ahead of all others until that has come up to theirs, which takes hours.
+                flow.start = flow.start.max(self.virtual_time);
+                self.limited.remove(id);
+            }
             if self.fair.is_empty() {
                 self.waits_since = now;
             }

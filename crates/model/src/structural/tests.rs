@@ -292,3 +292,16 @@ fn scheduler_that_was_not_measured_is_no_better_than_the_worst_that_was() {
     assert_eq!(tail(&fit, Scheduler::MqDeadline), known);
     assert!(tail(&fit, Scheduler::Kyber) < known);
 }
+
+/// An array with a cache for writes: 2,000 requests of 4 KiB a second, and 3,052 of 128 KiB.
+#[test]
+fn request_that_is_longer_than_a_cheap_large_one_costs_its_bytes() {
+    let write_throughput = BytesPerSecond::from_megabytes(400);
+    let capacity = Capacity { iops_4k: 2_000.0, write_throughput, ..capacity() };
+    let fit = fit();
+    let model = Structural::new(&fit, &capacity);
+    for (kib, us) in [(4, 500.0), (128, 327.7), (1024, 2_621.4), (16_384, 41_943.0)] {
+        let cost = model.cost(f64::from(kib) * 1024.0) * 1e6;
+        assert!((cost / us - 1.0).abs() < 1e-3, "{kib} KiB: {cost} of {us}");
+    }
+}

@@ -65,6 +65,27 @@ fn service_curve_of_a_profile_is_the_device_that_it_is_of() {
     assert_eq!(service_curve(&zero).device.channels, 1);
 }
 
+/// 55 µs of the 110 that a small request takes are overhead, and the device serves five in 50 µs each.
+#[test]
+fn spread_is_of_the_service_where_a_cache_ends_large_writes_sooner_than_that() {
+    for mean_us in [20, 55, 56] {
+        let us = Nanos::from_micros;
+        let capacity = Capacity {
+            iops_4k: 100_000.0,
+            write_throughput: BytesPerSecond::from_megabytes(1_000),
+            response_4k: Response { p99: us(300), ..response(110, 400) },
+            response_128k: Response { p99: us(200), ..response(mean_us, 300) },
+        };
+        let Curve { device, spread, spread_decade, overhead, jitter, .. } =
+            service_curve(&capacity);
+        assert_eq!((device.channels, overhead), (5, us(55)));
+        // 245 and 100 µs of 50.
+        assert!((4.8..5.0).contains(&spread), "{mean_us}: {spread}");
+        assert!((1.9..2.1).contains(&spread_decade), "{mean_us}: {spread_decade}");
+        assert!((us(95)..us(105)).contains(&jitter), "{mean_us}: {jitter}");
+    }
+}
+
 #[test]
 fn each_vm_gets_a_promise_as_long_as_they_fit() {
     let plan = plan_of(&[("b", "iops = 1500", 15.0), ("a", "iops = 500", 10.0), ("bg", "", 0.0)]);

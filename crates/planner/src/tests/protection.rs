@@ -67,6 +67,8 @@ fn targets_of_a_tenth_of_a_millisecond_protect_as_by_hand() {
     assert!(plan.tasks.iter().all(|t| t.unmet.is_some()));
     // Nobody is given up: that would meet nothing.
     assert!(plan.tasks.iter().all(|t| !t.why_unmet().unwrap().contains("given up")));
+    let held_by = plan.background[0].binding_constraint.as_ref().unwrap().to_string();
+    assert_eq!(held_by, "what is kept for a/t, whose target is not met");
     assert_protects_as_by_hand(&plan);
     assert_protects_as_by_hand(&planned(&with_declared_background(0.1)));
 }

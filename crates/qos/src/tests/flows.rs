@@ -68,3 +68,21 @@ fn slow_limit_is_kept_beside_a_promise() {
     let bytes = outcomes[of_other].bytes;
     assert!((2 << 20..=4 << 20).contains(&bytes), "{bytes} of {} bytes", 60 * (64 << 10));
 }
+
+/// A flow that its limit holds back has no more than its weight's part once others leave it less than the limit.
+#[test]
+fn what_a_limit_kept_from_a_flow_is_not_made_up_for() {
+    let seconds = |s: u64| Nanos::from_millis(1_000 * s);
+    let mut world = World::new(steady(4, 250), Nanos::ZERO);
+    let limit = Some(rate(800.0, 4));
+    let limited = world.add(Share { limit, ..share(100) }, None, DEEP_WRITER);
+    world.add(share(1), None, DEEP_WRITER);
+    let flow = world.scheduler.add_flow(share(1_000));
+    let late = world.scheduler.add_class(flow, None).unwrap();
+    world.add_later(late, DEEP_WRITER, seconds(5));
+    let alone = run_for(&mut world, SECOND, seconds(3))[limited].rate(seconds(3));
+    assert!((780.0..=805.0).contains(&alone), "{alone} of 800 requests/s");
+    // 2,832 requests/s by 100 : 1 : 1,000.
+    let beside = run_for(&mut world, seconds(6), seconds(4))[limited].rate(seconds(4));
+    assert!((240.0..=275.0).contains(&beside), "{beside} of 257 requests/s");
+}

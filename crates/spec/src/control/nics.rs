@@ -137,7 +137,7 @@ pub struct DropCounts {
     pub broadcast: u64,
     /// Nobody had its address.
     pub no_receiver: u64,
-    /// Its receiver's driver had no buffers, or no queue that was served.
+    /// Its receiver's driver had no buffers, or too few for it for too long, or no queue that was served.
     pub no_buffers: u64,
     /// Its receiver's buffers, or its MTU, were too small for it.
     pub too_long: u64,

@@ -291,6 +291,13 @@ pub enum BindingConstraint {
         /// The task, as it would be then.
         promise: Box<TaskPromise>,
     },
+    /// A task whose target is not met: more than a careful operator would leave background beside it.
+    Unmet {
+        /// The task's VM.
+        vm: VmName,
+        /// The task.
+        task: TaskName,
+    },
     /// What the device can do.
     Throughput,
 }
@@ -301,6 +308,9 @@ impl fmt::Display for BindingConstraint {
             Self::Target { promise } => {
                 let why = promise.why_unmet().unwrap_or_default();
                 write!(f, "{}/{}: {why}", promise.vm, promise.task)
+            }
+            Self::Unmet { vm, task } => {
+                write!(f, "what is kept for {vm}/{task}, whose target is not met")
             }
             Self::Throughput => f.write_str("the device's throughput"),
         }

@@ -485,7 +485,7 @@ fn toml_hint(message: &str) -> &'static str {
         "a key stands once in its table: remove one"
     } else if message.contains("name") {
         "a name has 1 to 64 letters, digits, '_', '-', '+', '@' or '.', and starts with a letter, \
-         a digit or '_'"
+         a digit or '_'; a VM's may have spaces, '(', ')', '#' and letters of any script too"
     } else if message.contains("unknown variant") {
         "use one of these values, in quotes"
     } else if message.contains("invalid") {

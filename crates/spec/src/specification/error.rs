@@ -443,6 +443,11 @@ impl Problem {
                 format!("write {} (from {low} to {high})", example(key))
             }
             Self::UnknownVersion { .. } => "write version = 1".to_owned(),
+            Self::BadName { kind: Kind::Vm, .. } => {
+                "name the vm with 1 to 64 letters and digits of any script, spaces between them, '_', '-', '+', '@', \
+                 '.', '(', ')' or '#', and start with a letter, a digit or '_'"
+                    .to_owned()
+            }
             Self::BadName { kind, .. } => format!(
                 "name the {kind} with 1 to 64 letters, digits, '_', '-', '+', '@' or '.', and start with a letter, a digit or '_'"
             ),

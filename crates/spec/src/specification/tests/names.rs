@@ -19,6 +19,12 @@ fn name_with_traversal_nul_or_control_is_refused() {
     assert!(!error.to_string().contains('\n'), "{error}");
     assert!(error.to_string().starts_with("s.toml:7:8: vm 1: \"a\\nb\" is not a name"), "{error}");
 
+    // What a VM's name may hold beyond others' names is said.
+    let error = refused(&FULL.replacen("\"plc\"", "\"plc \"", 1));
+    let Problem::BadName { reason, .. } = &*error.problem else { panic!("{error}") };
+    assert_eq!(reason.to_string(), "a name ends with a space (remove it)");
+    assert!(error.problem.hint().contains("spaces between them"), "{}", error.problem.hint());
+
     let other = |text: String| match problem(&text) {
         Problem::BadName { kind, .. } => kind,
         other => panic!("{other}"),
