@@ -297,20 +297,50 @@ enum Output {
     File(PathBuf),
     /// Through what is no regular file, and is never replaced: a terminal, a pipe or the like.
     Stream(PathBuf),
+    /// To standard output or error, whatever these are: behind what was printed there, and before what will be.
+    Stdout,
+    Stderr,
+    /// At the end of a regular file that this process has open, as `/dev/fd/3` of `3>>log`: whoever opened it wants that one,
+    /// and no other of its name.
+    Open(PathBuf),
+}
+
+/// The descriptor of this process that `path` means, as `/dev/stdout` and `/dev/fd/3` do.
+fn own_descriptor(path: &Path) -> Option<u32> {
+    let own = ["/proc/self/fd", "/proc/thread-self/fd"];
+    let own = own.map(|directory| std::fs::canonicalize(directory).ok());
+    let mut path = path.to_owned();
+    // As many links as the kernel follows (path_resolution(7)).
+    for _ in 0..40 {
+        let directory = std::fs::canonicalize(directory_of(&path)).ok()?;
+        if own.iter().flatten().any(|own| *own == directory) {
+            return path.file_name()?.to_str()?.parse().ok();
+        }
+        path = directory.join(std::fs::read_link(&path).ok()?);
+    }
+    None
 }
 
 impl Output {
     /// Where what goes to `path` is written; behind a link, where that leads.
     fn find(path: &Path) -> Result<Self> {
         ensure!(path.file_name().is_some(), "{:?} names no file (name another output)", path);
+        match own_descriptor(path) {
+            Some(1) => return Ok(Self::Stdout),
+            Some(2) => return Ok(Self::Stderr),
+            Some(_) if std::fs::metadata(path).is_ok_and(|there| there.is_file()) => {
+                return Ok(Self::Open(path.to_owned()));
+            }
+            Some(_) | None => {}
+        }
         let there = match std::fs::symlink_metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => None,
             there => Some(there.with_context(|| writing(path))?.file_type()),
         };
         match there {
             Some(kind) if kind.is_symlink() => {
-                // What a descriptor of this process is (`/dev/stdout`, `>(…)`) has a name only if it is a file: a pipe is
-                // to be had by the link alone.
+                // What a descriptor of this process is (`>(…)`) has a name only if it is a file: a pipe is to be had by the
+                // link alone.
                 let behind = std::fs::metadata(path).map(|behind| behind.file_type());
                 if behind.is_ok_and(|kind| kind.is_char_device() || kind.is_fifo()) {
                     return Ok(Self::Stream(path.to_owned()));
@@ -349,8 +379,42 @@ fn directory_of(path: &Path) -> &Path {
 pub fn check_output(path: &Path) -> Result<()> {
     match Output::find(path)? {
         Output::File(file) => may_make_files_in(directory_of(&file)).with_context(|| writing(path)),
-        Output::Stream(_) => Ok(()),
+        Output::Stream(_) | Output::Stdout | Output::Stderr | Output::Open(_) => Ok(()),
     }
+}
+
+/// Whether [`write()`] adds to what `path` names and replaces nothing, as with `/dev/stdout`.
+///
+/// # Errors
+/// It could not be written.
+pub fn is_written_through(path: &Path) -> Result<bool> {
+    Ok(!matches!(Output::find(path)?, Output::File(_)))
+}
+
+/// Fails if there is a file that [`write()`] would replace: one that is there is somebody's.
+///
+/// # Errors
+/// The same; what is there cannot be written.
+pub fn refuse_to_replace(path: &Path) -> Result<()> {
+    ensure!(
+        !path.exists() || is_written_through(path)?,
+        "{} is there already: move it away, or name another output",
+        path.display()
+    );
+    Ok(())
+}
+
+/// A directory for what is made on the way to an output that has no place for it beside itself: beside `/dev/stdout` there
+/// are devices. `None`: the output is a regular file, whose own directory has it.
+///
+/// # Errors
+/// It cannot be made, or the output could not be written.
+pub fn work_directory(output: &Path) -> Result<Option<tempfile::TempDir>> {
+    if !is_written_through(output)? {
+        return Ok(None);
+    }
+    let made = tempfile::Builder::new().prefix("rtvirtio-").tempdir();
+    Ok(Some(made.context("make a directory for temporary files (TMPDIR names another)")?))
 }
 
 /// As [`check_output`], of an output whose directory will be made if it is not there.
@@ -382,7 +446,7 @@ fn may_make_files_in(directory: &Path) -> io::Result<()> {
 
 /// Writes a file. A regular file is written whole or not at all: stage, then rename; behind a link, the
 /// file that it leads to. What is none is never replaced: terminals, pipes and the like are written
-/// through, anything else is refused.
+/// through, anything else is refused. What this process has open is not replaced either.
 pub fn write(path: &Path, text: &str) -> Result<()> {
     use std::io::Write as _;
     use std::os::unix::fs::PermissionsExt as _;
@@ -391,6 +455,18 @@ pub fn write(path: &Path, text: &str) -> Result<()> {
         Output::File(path) => path,
         Output::Stream(path) => {
             let mut file = open_for_writing(&path).map_err(of_file).with_context(context)?;
+            return file.write_all(text.as_bytes()).with_context(context);
+        }
+        Output::Stdout => {
+            let mut out = io::stdout().lock();
+            let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+            return written.with_context(context);
+        }
+        Output::Stderr => {
+            return io::stderr().lock().write_all(text.as_bytes()).with_context(context);
+        }
+        Output::Open(path) => {
+            let mut file = File::options().append(true).open(path).with_context(context)?;
             return file.write_all(text.as_bytes()).with_context(context);
         }
     };
@@ -524,6 +600,66 @@ mod tests {
         let mut text = String::new();
         reader.read_to_string(&mut text).unwrap();
         assert_eq!(text, "profile");
+    }
+
+    #[test]
+    fn file_that_is_open_is_written_at_its_end_and_not_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        std::fs::write(&log, "before\n").unwrap();
+        let mut open = File::options().read(true).append(true).open(&log).unwrap();
+        let path = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));
+        check_output(&path).unwrap();
+        write(&path, "profile\n").unwrap();
+        assert_eq!(std::fs::read_to_string(&log).unwrap(), "before\nprofile\n");
+        // One without a name has nothing that could take its place.
+        std::fs::remove_file(&log).unwrap();
+        check_output(&path).unwrap();
+        write(&path, "plan\n").unwrap();
+        let mut text = String::new();
+        open.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "before\nprofile\nplan\n");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn standard_output_is_known_by_its_links_and_other_processes_are_not_meant() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        std::os::unix::fs::symlink("/proc/self/fd", at("fd")).unwrap();
+        std::os::unix::fs::symlink("fd/1", at("stdout")).unwrap();
+        assert_eq!(own_descriptor(&at("stdout")), Some(1));
+        assert_eq!(own_descriptor(&at("fd/2")), Some(2));
+        assert_eq!(own_descriptor(Path::new("/proc/thread-self/fd/1")), Some(1));
+        std::os::unix::fs::symlink("loop", at("loop")).unwrap();
+        for other in ["loop", "absent", "fd"] {
+            assert_eq!(own_descriptor(&at(other)), None, "{other}");
+        }
+        assert_eq!(own_descriptor(Path::new("/proc/1/fd/1")), None);
+    }
+
+    #[test]
+    fn what_is_made_on_the_way_to_a_device_or_pipe_lies_elsewhere() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        pipe(&at("pipe"));
+        std::fs::write(at("file"), "").unwrap();
+        std::os::unix::fs::symlink(at("file"), at("link")).unwrap();
+        std::os::unix::fs::symlink("/dev/null", at("null")).unwrap();
+        std::os::unix::fs::symlink("/proc/self/fd/1", at("stdout")).unwrap();
+        for straight in ["pipe", "null", "stdout"] {
+            let made = work_directory(&at(straight)).unwrap().unwrap();
+            assert!(!made.path().starts_with(directory.path()), "{straight}");
+            // Nor is it in the way: nobody would move a device away.
+            refuse_to_replace(&at(straight)).unwrap();
+        }
+        for beside in ["file", "link", "new"] {
+            assert!(work_directory(&at(beside)).unwrap().is_none(), "{beside}");
+        }
+        assert!(work_directory(directory.path()).is_err());
+        refuse_to_replace(&at("new")).unwrap();
+        let error = refuse_to_replace(&at("link")).unwrap_err().to_string();
+        assert!(error.contains("is there already"), "{error}");
     }
 
     #[test]

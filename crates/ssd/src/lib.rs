@@ -57,7 +57,10 @@ pub struct SsdConfig {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SsdError {
     /// No reference device has this name.
-    #[error("no reference device {0:?} (there are ref-4x250, ref-8x80, ref-stall)")]
+    #[error(
+        "no reference device {0:?} (there are ref-4x250, ref-8x80, ref-stall; NAME*N is one that is N times \
+         slower, 1 to 100)"
+    )]
     UnknownName(String),
     /// A field is out of its range.
     #[error("{0} is out of range")]
@@ -146,6 +149,10 @@ impl Ssd {
         let service = LogNormal::new(-config.sigma * config.sigma / 2.0, config.sigma)
             .map_err(|_| SsdError::OutOfRange("sigma"))?;
         let stall_gap = match config.stalls {
+            // Stalls without a time between them would never let a request end.
+            Some(Stalls { mean_interval: Nanos::ZERO, .. }) => {
+                return Err(SsdError::OutOfRange("stalls.mean_interval"));
+            }
             Some(s) => Some(
                 Exp::new(1.0 / s.mean_interval.as_secs_f64())
                     .map_err(|_| SsdError::OutOfRange("stalls.mean_interval"))?,
@@ -302,6 +309,11 @@ mod tests {
         assert_eq!(Ssd::new(bad, 0).unwrap_err(), SsdError::OutOfRange("channels"));
         let bad = SsdConfig { sigma: f64::NAN, ..good };
         assert_eq!(Ssd::new(bad, 0).unwrap_err(), SsdError::OutOfRange("sigma"));
+        let stalls = Stalls { length: Nanos::from_millis(20), mean_interval: Nanos::ZERO };
+        let bad = SsdConfig { stalls: Some(stalls), ..good };
+        assert_eq!(Ssd::new(bad, 0).unwrap_err(), SsdError::OutOfRange("stalls.mean_interval"));
         assert!("ref-9".parse::<SsdConfig>().is_err());
+        let error = "ref-stall*101".parse::<SsdConfig>().unwrap_err().to_string();
+        assert!(error.contains("N times slower, 1 to 100"), "{error}");
     }
 }

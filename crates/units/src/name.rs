@@ -16,8 +16,10 @@ pub enum NameError {
     /// The text is empty.
     #[error("a name is empty")]
     Empty,
-    /// The text is longer than 64 bytes.
-    #[error("a name of {0} bytes is longer than {MAX_LEN}")]
+    /// The text has so many bytes, which are more than 64; of a VM, more than 200, or than 64 characters.
+    #[error(
+        "a name of {0} bytes is too long (use {MAX_LEN} characters at most, {MAX_VM_LEN} bytes in all)"
+    )]
     TooLong(usize),
     /// A character outside `A-Z a-z 0-9 . _ - @ +`.
     #[error(
@@ -27,6 +29,9 @@ pub enum NameError {
     /// The first character is not a letter, digit or underscore.
     #[error("a name starts with {0:?} (use a letter, a digit or '_')")]
     BadStart(char),
+    /// The last character is a space, which would be lost wherever people see it.
+    #[error("a name ends with a space (remove it)")]
+    TrailingSpace,
 }
 
 /// A checked name: 1 to 64 bytes of `A-Z a-z 0-9 . _ - @ +`, no leading dot or dash.
@@ -174,9 +179,8 @@ impl VmName {
         if !(first.is_alphanumeric() || first == '_') {
             return Err(NameError::BadStart(first));
         }
-        // It would be lost wherever people see it.
         if text.ends_with(' ') {
-            return Err(NameError::BadCharacter(' '));
+            return Err(NameError::TrailingSpace);
         }
         Ok(Self(text))
     }
@@ -276,9 +280,12 @@ mod tests {
             assert_eq!(bad(&format!("a{c}b")), NameError::BadCharacter(c));
         }
         assert_eq!(bad(" a"), NameError::BadStart(' '));
-        assert_eq!(bad("a "), NameError::BadCharacter(' '));
+        assert_eq!(bad("a "), NameError::TrailingSpace);
         assert_eq!(bad(".a"), NameError::BadStart('.'));
-        assert_eq!(bad(&"é".repeat(65)), NameError::TooLong(130));
+        let long = bad(&"é".repeat(65));
+        assert_eq!(long, NameError::TooLong(130));
+        let text = "a name of 130 bytes is too long (use 64 characters at most, 200 bytes in all)";
+        assert_eq!(long.to_string(), text);
         assert!(VmName::new("é".repeat(64)).is_ok());
     }
 }

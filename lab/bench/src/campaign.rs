@@ -348,9 +348,7 @@ impl Campaign<'_> {
             open.push((job, self.settings(job)?, jiff::Timestamp::now().to_string(), Vec::new()));
         }
         for round in 0..self.rounds as usize {
-            // Each scheme comes after another one than in the round before.
-            let turn = round * 2 % open.len().max(1);
-            open.rotate_left(turn);
+            take_turns(&mut open, round);
             for (job, scheme, _, windows) in &mut open {
                 let CellKey { case, scheme: name, .. } = &job.key;
                 let label = format!("{case} {name}, round {} of {}", round + 1, self.rounds);
@@ -460,6 +458,14 @@ impl Campaign<'_> {
     }
 }
 
+/// Has each come after another one than in the round before, so that what one leaves behind on the device does not meet the
+/// same one each time. In reverse order they also have equal parts in a drift of the machine.
+fn take_turns<T>(all: &mut [T], round: usize) {
+    if round > 0 {
+        all.reverse();
+    }
+}
+
 /// Cells of one round each.
 struct Jobs<'a> {
     campaign: &'a Campaign<'a>,
@@ -519,9 +525,8 @@ fn key(case: Case, tier: Tier, neighbour: Neighbour, scheme: &str, repetition: u
 /// If the file cannot be read, a line is damaged, or its version is unknown.
 pub fn read(directory: &Path) -> Result<Vec<Cell>> {
     let path = directory.join(CELLS);
-    let text =
-        std::fs::read_to_string(&path).with_context(|| format!("read {}", path.display()))?;
-    let cells: Vec<Cell> = lines::parse(&text, &path)?.0;
+    let bytes = std::fs::read(&path).with_context(|| format!("read {}", path.display()))?;
+    let cells: Vec<Cell> = lines::parse(&bytes, &path)?.0;
     if let Some(at) = cells.iter().position(|cell| cell.version != RUN_VERSION) {
         bail!("{}:{}: record version {}", path.display(), at + 1, cells[at].version);
     }
@@ -539,6 +544,25 @@ mod tests {
         std::fs::write(&path, "{\"version\": 1, \"key\"").unwrap();
         assert_eq!(read(directory.path()).unwrap(), []);
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 20);
+    }
+
+    #[test]
+    fn each_comes_after_another_one_than_in_the_round_before() {
+        for n in 2..6 {
+            let mut all: Vec<usize> = (0..n).collect();
+            let mut before = vec![None; n];
+            let mut last = None;
+            for round in 0..4 {
+                take_turns(&mut all, round);
+                let mut here = vec![None; n];
+                for &one in &all {
+                    here[one] = last.replace(one);
+                    let is_same = here[one].is_some() && here[one] == before[one];
+                    assert!(!is_same, "{one} of {n} in round {round}");
+                }
+                before = here;
+            }
+        }
     }
 
     #[test]

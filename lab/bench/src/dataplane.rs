@@ -35,7 +35,7 @@ use rtvirtio_testbed::work_directory::WorkDirectory;
 use rtvirtio_units::Bytes;
 use serde::{Deserialize, Serialize};
 
-use crate::experiment::{Experiment, Report, Run, seconds};
+use crate::experiment::{Experiment, Report, Run, lasted, seconds};
 
 /// Requests behind a p99.99 that is judged.
 pub(crate) const MIN_FOR_TAIL: u64 = 1_000_000;
@@ -267,6 +267,13 @@ impl Experiment for Benchmark {
         // At about 100,000 requests a second.
         let tail = Duration::from_secs_f64(self.min_requests(key) as f64 / 1e5);
         self.seconds.max(tail) + AROUND + idle
+    }
+
+    fn foreign(&self, cell: &Cell) -> Option<&'static str> {
+        // One whose tail is waited for is as long as that takes.
+        let is_longer =
+            self.min_requests(&cell.key) > 0 && cell.seconds >= self.seconds.as_secs_f64();
+        (!is_longer && !lasted(cell.seconds, self.seconds)).then_some("another --seconds")
     }
 
     fn set_up(&self, missing: &[CellKey], run: &Run<'_>) -> Result<Disks> {

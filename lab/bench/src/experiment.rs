@@ -168,6 +168,13 @@ pub fn seconds<const FROM: u64, const TO: u64>(text: &str) -> Result<Duration> {
     Ok(Duration::from_secs_f64(seconds))
 }
 
+/// Whether a window that lasted so many seconds is one of the length that is `asked` for: its end may come late by a
+/// tenth and 0.1 s.
+pub(crate) fn lasted(seconds: f64, asked: Duration) -> bool {
+    let asked = asked.as_secs_f64();
+    (seconds - asked).abs() <= 0.1 + 0.1 * asked
+}
+
 /// Whether a cell is there that counts, or was tried often enough.
 fn is_done<E: Experiment>(cells: &[E::Cell], key: &E::Key) -> bool {
     let mut tried = 0;
@@ -307,6 +314,15 @@ mod tests {
         let error = seconds::<100, 3_000>("4").unwrap_err();
         assert_eq!(error.to_string(), "4 is outside 0.1 to 3 s");
         assert!(seconds::<0, 1>("nan").is_err() && seconds::<0, 1>("soon").is_err());
+    }
+
+    #[test]
+    fn window_may_end_late_and_is_no_other_one() {
+        let asked = Duration::from_secs(20);
+        assert!(lasted(20.0, asked) && lasted(20.01, asked) && lasted(22.0, asked));
+        assert!(!lasted(12.0, asked) && !lasted(30.0, asked) && !lasted(f64::NAN, asked));
+        let short = Duration::from_millis(100);
+        assert!(lasted(0.15, short) && !lasted(0.5, short));
     }
 
     #[test]

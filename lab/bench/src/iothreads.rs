@@ -37,7 +37,7 @@ use rtvirtio_units::CpuId;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::experiment::{self, Experiment, Report, seconds};
+use crate::experiment::{self, Experiment, Report, lasted, seconds};
 use crate::stats::{self, Runs};
 use crate::table::Table;
 
@@ -258,6 +258,10 @@ impl Experiment for Benchmark {
 
     fn expected(&self, _: &Key) -> Duration {
         BOOT / DEPTHS.len() as u32 + self.window + 3 * RAMP
+    }
+
+    fn foreign(&self, run: &Run) -> Option<&'static str> {
+        (!lasted(run.requests as f64 / run.iops, self.window)).then_some("another window")
     }
 
     fn set_up(&self, _: &[Key], run: &experiment::Run<'_>) -> Result<Taken> {

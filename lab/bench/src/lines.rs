@@ -26,13 +26,13 @@ impl<T: Serialize + DeserializeOwned> Lines<T> {
         if let Some(directory) = path.parent() {
             std::fs::create_dir_all(directory).with_context(context)?;
         }
-        let text = match std::fs::read_to_string(path) {
-            Err(error) if error.kind() == ErrorKind::NotFound => String::new(),
-            text => text.with_context(context)?,
+        let bytes = match std::fs::read(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+            bytes => bytes.with_context(context)?,
         };
         let file = OpenOptions::new().create(true).append(true).open(path).with_context(context)?;
-        let (all, whole) = parse(&text, path)?;
-        if whole < text.len() {
+        let (all, whole) = parse(&bytes, path)?;
+        if whole < bytes.len() {
             file.set_len(whole as u64)?;
         }
         Ok(Self { file, all })
@@ -56,17 +56,19 @@ impl<T: Serialize + DeserializeOwned> Lines<T> {
     }
 }
 
-/// The values of the whole lines of `text`, which `path` holds, and how many bytes these have.
+/// The values of the whole lines of `bytes`, which `path` holds, and how many bytes these have.
 ///
 /// # Errors
 /// If a line is no value: it is named.
-pub(crate) fn parse<T: DeserializeOwned>(text: &str, path: &Path) -> Result<(Vec<T>, usize)> {
-    let whole = text.rfind('\n').map_or(0, |end| end + 1);
-    let read = |(number, line): (usize, &str)| {
-        serde_json::from_str(line)
+pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8], path: &Path) -> Result<(Vec<T>, usize)> {
+    // Of bytes, not of a text: the last line may have been cut off within a character.
+    let whole = bytes.iter().rposition(|&byte| byte == b'\n').map_or(0, |end| end + 1);
+    let read = |(number, line): (usize, &[u8])| {
+        serde_json::from_slice(line)
             .with_context(|| format!("{}:{}: not a cell", path.display(), number + 1))
     };
-    Ok((text[..whole].lines().enumerate().map(read).collect::<Result<_>>()?, whole))
+    let lines = bytes[..whole].split_inclusive(|&byte| byte == b'\n');
+    Ok((lines.enumerate().map(read).collect::<Result<_>>()?, whole))
 }
 
 impl<T> Deref for Lines<T> {
@@ -80,6 +82,18 @@ impl<T> Deref for Lines<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn line_that_was_cut_off_within_a_character_is_dropped() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("cells.jsonl");
+        // The first half of `µ`.
+        std::fs::write(&path, b"\"5 \xc2\xb5s\"\n\"7 \xc2").unwrap();
+        let mut lines = Lines::<String>::open(&path).unwrap();
+        assert_eq!(lines[..], ["5 µs"]);
+        lines.push("8 µs".to_owned()).unwrap();
+        assert_eq!(Lines::<String>::open(&path).unwrap().into_all(), ["5 µs", "8 µs"]);
+    }
 
     #[test]
     fn line_that_was_cut_off_is_dropped_and_what_follows_is_whole() {

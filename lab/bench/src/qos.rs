@@ -45,7 +45,7 @@ use rtvirtio_units::Bytes;
 
 use crate::campaign;
 use crate::cell::CANARY_LIMIT;
-use crate::experiment::{Experiment, Report, Run, seconds};
+use crate::experiment::{Experiment, Report, Run, lasted, seconds};
 use bounds::Bounds;
 use cell::{Cell, CellKey, Measured, NoiseFloor, Scheme, disturbance};
 
@@ -164,7 +164,10 @@ impl Experiment for Benchmark {
     }
 
     fn foreign(&self, cell: &Cell) -> Option<&'static str> {
-        (cell.device != self.device()).then_some("another device")
+        if cell.device != self.device() {
+            return Some("another device");
+        }
+        (!lasted(cell.seconds, self.window(&cell.key))).then_some("another window")
     }
 
     fn set_up(&self, missing: &[CellKey], run: &Run<'_>) -> Result<(Disk, Curve)> {
@@ -275,4 +278,25 @@ fn vms(key: &CellKey) -> Result<Vec<Vec<Plan>>> {
 
 fn seed(key: &CellKey) -> u64 {
     u64::from(key.repetition) << 8
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::experiment::of;
+
+    #[test]
+    fn cells_of_another_window_or_device_are_none_of_these() {
+        let line = r#"{"case":"1xL","scheme":"qos","repetition":0,"device":"ref-4x250","seconds":12.0,"tasks":[],
+            "background":0.0,"needed":0.0,"canary":{"n":1,"p50":1,"p99":1,"max":1},"busy":0.4,"at":""}"#;
+        let cell: Cell = serde_json::from_str(line).unwrap();
+        assert_eq!(of::<Benchmark>(&["--window=12"]).foreign(&cell), None);
+        assert_eq!(of::<Benchmark>(&[]).foreign(&cell), Some("another window"));
+        let other: Benchmark = of(&["--window=12", "--on=ssd:ref-8x80"]);
+        assert_eq!(other.foreign(&cell), Some("another device"));
+        // What the neighbour moves alone is looked at for 20 s at most.
+        let key = CellKey { scheme: Scheme::Alone, ..cell.key.clone() };
+        let alone = Cell { key, seconds: 20.0, ..cell };
+        assert_eq!(of::<Benchmark>(&["--window=70"]).foreign(&alone), None);
+    }
 }

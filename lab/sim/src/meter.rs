@@ -84,6 +84,8 @@ impl Tally {
 pub(crate) struct Meter {
     now: Tally,
     here: Sample,
+    /// When the last sample ended, ns.
+    sampled: u64,
     phase: Option<(Phase, Totals)>,
     phases: Vec<PhaseOutcome>,
     whole: Tally,
@@ -107,6 +109,7 @@ impl Meter {
         Self {
             now: Tally::new(),
             here: Sample::default(),
+            sampled: 0,
             phase: None,
             phases: Vec::new(),
             whole: Tally::new(),
@@ -169,6 +172,7 @@ impl Meter {
         }
         self.here.threads = threads;
         self.now.samples.push(std::mem::take(&mut self.here));
+        self.sampled = now;
     }
 
     /// A phase begins.
@@ -186,8 +190,15 @@ impl Meter {
 
     fn end_phase(&mut self, totals: Totals) {
         let Some((phase, before)) = self.phase.take() else { return };
-        self.here.threads = totals.threads;
-        self.now.samples.push(std::mem::take(&mut self.here));
+        let here = std::mem::take(&mut self.here);
+        match self.now.samples.last_mut() {
+            // The last 10 ms ended at this moment too, and have their sample.
+            Some(last) if self.sampled == totals.now => {
+                last.requests += here.requests;
+                last.moves += here.moves;
+            }
+            _ => self.now.samples.push(Sample { threads: totals.threads, ..here }),
+        }
         let tally = std::mem::replace(&mut self.now, Tally::new());
         let whole = &mut self.whole;
         // Both have the same bounds.
@@ -274,5 +285,37 @@ fn outcome(
                 moves: of.iter().map(|sample| sample.moves).sum(),
             })
             .collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn phase_that_ends_with_a_sample_has_no_empty_one_behind_it() {
+        let ms = Nanos::from_millis;
+        let phase = |start, stop| Phase {
+            kind: PhaseKind::AllHot,
+            span: Span { start: ms(start), stop: ms(stop) },
+        };
+        let phases = vec![phase(0, 100), phase(100, 200)];
+        let scenario = Scenario { seed: 1, phases: phases.clone(), vms: Vec::new() };
+        let at = |of: u64| Totals { now: ms(of).get(), threads: 1, ..Totals::default() };
+        let mut meter = Meter::new(&scenario);
+        meter.begin(0, phases[0], at(0));
+        for sample in 1..=10 {
+            meter.ended_one(1_000, 4_096, Role::Disk);
+            meter.sample(ms(10 * sample).get(), 1);
+        }
+        // At the moment of the last sample, and after it.
+        meter.ended_one(1_000, 4_096, Role::Disk);
+        meter.begin(1, phases[1], at(100));
+        meter.close(at(200));
+        let outcome = meter.outcome(Counts { issued: 11, ended: 11, in_flight: 0 });
+        let points: Vec<u32> =
+            outcome.phases[0].timeline.iter().map(|point| point.requests).collect();
+        assert_eq!(points, [11]);
+        assert_eq!((outcome.phases[0].requests, outcome.phases[0].io_cores), (11, 1.0));
     }
 }

@@ -5,6 +5,7 @@
 //! and a sum never goes down. io_uring's workers are threads of the process.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use rtvirtio_units::CpuId;
@@ -28,6 +29,53 @@ pub fn run_on(cpus: &[CpuId]) -> Result<()> {
     let mut set = CpuSet::new();
     cpus.iter().for_each(|cpu| set.set(cpu.get() as usize));
     Ok(sched_setaffinity(None, &set)?)
+}
+
+/// CPUs' worth of time that this process's cgroup and those above it may have (`cpu.max`, of cgroup v1
+/// `cpu.cfs_quota_us`); `None`: as much as there is.
+#[must_use]
+pub fn quota() -> Option<f64> {
+    quota_below(Path::new("/"))
+}
+
+fn quota_below(root: &Path) -> Option<f64> {
+    let text = std::fs::read_to_string(root.join("proc/self/cgroup")).ok()?;
+    let mut smallest: Option<f64> = None;
+    for line in text.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
+        let mounts = match controllers {
+            "" => ["sys/fs/cgroup", "sys/fs/cgroup/unified"],
+            of if of.split(',').any(|name| name == "cpu") => {
+                ["sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct"]
+            }
+            _ => continue,
+        };
+        for mount in mounts {
+            // In a container the mount itself may be a group with a quota.
+            for group in Path::new(path.trim_start_matches('/')).ancestors() {
+                let found = quota_of(&root.join(mount).join(group));
+                smallest = [smallest, found].into_iter().flatten().reduce(f64::min);
+            }
+        }
+    }
+    smallest
+}
+
+/// The quota of one group.
+fn quota_of(group: &Path) -> Option<f64> {
+    let read = |file: &str| std::fs::read_to_string(group.join(file)).ok();
+    let number = |text: &str| text.trim().parse::<f64>().ok();
+    let (quota, period) = match read("cpu.max") {
+        // `max 100000` is no bound.
+        Some(max) => {
+            let (quota, period) = max.trim().split_once(' ')?;
+            (number(quota)?, number(period)?)
+        }
+        // Nor is -1.
+        None => (number(&read("cpu.cfs_quota_us")?)?, number(&read("cpu.cfs_period_us")?)?),
+    };
+    (quota > 0.0 && period > 0.0).then_some(quota / period)
 }
 
 /// CPUs of the machine that this process may use.
@@ -120,6 +168,36 @@ mod tests {
         let later = ProcessCpu(BTreeMap::from([(1, 160), (3, 40)]));
         assert_eq!(later.since(&earlier), 100);
         assert_eq!(later.since_of(&earlier, |id| id == 1), 60);
+    }
+
+    #[test]
+    fn smallest_quota_of_the_groups_above_counts() {
+        let quota = |cgroup: &str, files: &[(&str, &str)]| {
+            let root = tempfile::tempdir().unwrap();
+            for (path, text) in [("proc/self/cgroup", cgroup)].iter().chain(files) {
+                let path = root.path().join(path);
+                std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+                std::fs::write(path, text).unwrap();
+            }
+            quota_below(root.path())
+        };
+        let v2 = [
+            ("sys/fs/cgroup/a/b/cpu.max", "max 100000\n"),
+            ("sys/fs/cgroup/a/cpu.max", "150000 100000\n"),
+            ("sys/fs/cgroup/cpu.max", "400000 100000\n"),
+        ];
+        assert_eq!(quota("0::/a/b\n", &v2), Some(1.5));
+        assert_eq!(quota("0::/\n", &v2), Some(4.0));
+        assert_eq!(quota("0::/c\n", &v2[..2]), None);
+        let v1 = [
+            ("sys/fs/cgroup/cpu/a/cpu.cfs_quota_us", "50000\n"),
+            ("sys/fs/cgroup/cpu/a/cpu.cfs_period_us", "100000\n"),
+            ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n"),
+            ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n"),
+        ];
+        assert_eq!(quota("4:cpu,cpuacct:/a\n2:memory:/a\n", &v1), Some(0.5));
+        assert_eq!(quota("4:cpu,cpuacct:/\n", &v1), None);
+        assert_eq!(quota("2:cpuset:/a\n", &v1), None);
     }
 
     #[test]

@@ -17,6 +17,7 @@ use rtvirtio_spec::run::MeasuredAt;
 use rtvirtio_spec::specification::{Specification, Vm};
 use rtvirtio_units::{BytesPerSecond, Iops, Nanos, VmName};
 
+use crate::cpu;
 use crate::curve::Curve;
 use crate::guests::{self, Accelerator, GuestImage, Guests, Scheduled, Served, with_own_disks};
 use crate::neighbour::Neighbour::DeepWriter;
@@ -45,6 +46,31 @@ fn fitting_scale(scale: Scale, busy: f64, idle: f64, room: f64) -> Scale {
     let left = (room - idle).max(0.05);
     let fits = |s: &&u32| f64::from(**s) >= at_one / left;
     Scale::new(*SCALES.iter().find(fits).unwrap_or(&100))
+}
+
+/// What there is for a load.
+#[derive(Debug, Clone, Copy)]
+struct Room {
+    /// CPUs that this process may use; others use them too.
+    cpus: f64,
+    /// CPUs' worth of time that its cgroup may have, if that is bounded.
+    quota: Option<f64>,
+}
+
+impl Room {
+    /// Whether a load leaves enough: with it `busy` CPUs are, without it `idle`.
+    fn holds(&self, busy: f64, idle: f64) -> bool {
+        let within = self.quota.is_none_or(|quota| busy - idle <= GUESTS_CPU * quota);
+        busy <= GUESTS_CPU * self.cpus && within
+    }
+
+    /// The smallest scale at which it does, of a load with which `busy` CPUs are at `scale`.
+    fn fitting_scale(&self, scale: Scale, busy: f64, idle: f64) -> Scale {
+        let fits = |room| fitting_scale(scale, busy, idle, room).get();
+        // What others do takes nothing from the quota.
+        let of_quota = self.quota.map(|quota| fits(idle + GUESTS_CPU * quota));
+        Scale::new(fits(GUESTS_CPU * self.cpus).max(of_quota.unwrap_or(1)))
+    }
 }
 
 /// A device under test, whose VMs are cgroups or guests in them.
@@ -130,15 +156,16 @@ impl Testbed {
 
     /// Finds out how slow the evaluation has to run in the guests for the tasks of `case` to leave this
     /// host some room: at the scale that is returned, and set, they and a writer within the hand
-    /// setting's cap take no more than [`GUESTS_CPU`] of its CPUs. A trial of a few seconds at a
+    /// setting's cap take no more than [`GUESTS_CPU`] of its CPUs, and of the CPU time that this
+    /// process's cgroup may have. A trial of a few seconds at a
     /// small part of the load tells what it costs; another one at the scale found confirms it.
     ///
     /// # Errors
     /// As [`Testbed::measure`]; without guests, and where others leave no CPU idle.
     pub fn find_scale(&mut self, case: Case, interrupted: &Interrupted) -> Result<Scale> {
         ensure!(self.guests_run(), "only guests are given a scale");
-        let cpus = std::thread::available_parallelism()?.get() as f64;
-        let room = GUESTS_CPU * cpus;
+        let cpus = cpu::usable()?.len() as f64;
+        let room = Room { cpus, quota: cpu::quota() };
         let longest = TRIAL_IDLE + CellLoad::duration(TRIAL) * TRIALS as u32;
         eprintln!("Trials of what the load costs in the guests: up to {} s", longest.as_secs());
         let idle = MachineSample::now()?;
@@ -162,8 +189,8 @@ impl Testbed {
             eprintln!(
                 "Trial at s = {scale}: {busy:.2} CPUs busy, {idle:.2} while guests do nothing."
             );
-            let fits = fitting_scale(scale, busy, idle, room);
-            if fits == scale || (scale != TRIAL_SCALE && busy <= room) {
+            let fits = room.fitting_scale(scale, busy, idle);
+            if fits == scale || (scale != TRIAL_SCALE && room.holds(busy, idle)) {
                 break;
             }
             scale = fits;
@@ -290,6 +317,21 @@ impl DerefMut for Testbed {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn load_fits_into_the_quota_of_its_cgroup_whatever_others_do() {
+        let scale = |quota, busy, idle| {
+            Room { cpus: 16.0, quota }.fitting_scale(Scale::new(10), busy, idle).get()
+        };
+        // 0.3 CPUs at a tenth, beside others with 4: 3 in all, of 9.6.
+        assert_eq!(scale(None, 4.3, 4.0), 1);
+        // Of 1.2 of two CPUs' worth of time 3.0 fit at a third; no more than the CPUs themselves have room for.
+        assert_eq!(scale(Some(2.0), 4.3, 4.0), 3);
+        assert_eq!(scale(Some(16.0), 9.3, 9.0), scale(None, 9.3, 9.0));
+        let holds = |quota, busy| Room { cpus: 16.0, quota }.holds(busy, 4.0);
+        assert!(holds(None, 6.0) && holds(Some(4.0), 6.0) && !holds(Some(2.0), 6.0));
+        assert!(!holds(Some(16.0), 9.7));
+    }
 
     #[test]
     fn scale_fits_the_load_into_the_room_that_idle_guests_leave() {

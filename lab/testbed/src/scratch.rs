@@ -135,7 +135,7 @@ pub fn serve(
         }
         Backing::Raw(directory) => (open_raw(directory, size, interrupted)?, None),
     };
-    let device = loop_device::LoopDevice::attach(file.as_fd())?;
+    let device = loop_device::LoopDevice::attach(file.as_fd(), interrupted)?;
     if owned {
         let ready = Ready { device: device.path().to_owned() };
         println!("{}", serde_json::to_string(&ready)?);

@@ -11,7 +11,7 @@ use rtvirtio_calibrate::device;
 use rtvirtio_calibrate::in_use::{DiskInUse, Location, Manners};
 use rtvirtio_calibrate::neighbours::NeighbourTarget;
 use rtvirtio_calibrate::observed::{disk_of, observe};
-use rtvirtio_calibrate::testbed::Testbed;
+use rtvirtio_calibrate::testbed::{DeviceUnderTest, Testbed};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
 use rtvirtio_units::Bytes;
@@ -112,6 +112,23 @@ fn make_directory(output: &Path) -> Result<()> {
         .with_context(|| format!("make {} for the profile", directory.display()))
 }
 
+/// Calibrates, and writes the profile. What is kept of it until then lies beside the profile only if that is a regular file:
+/// beside `/dev/stdout` are devices.
+fn calibrate(
+    device: &dyn DeviceUnderTest,
+    limit: Duration,
+    output: &Path,
+    interrupted: &Interrupted,
+) -> Result<Profile> {
+    let Some(directory) = input::work_directory(output)? else {
+        return calibrate_to(device, (Depth::Full, limit), output, interrupted);
+    };
+    let file = directory.path().join("profile.json");
+    let profile = calibrate_to(device, (Depth::Full, limit), &file, interrupted)?;
+    calibration::write(&profile, output)?;
+    Ok(profile)
+}
+
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     // A calibration takes minutes, and what it overwrites is gone: its profile is to have a place.
     input::check_output_with_directory(&args.output)?;
@@ -153,7 +170,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             let disk = disk?;
             eprintln!("calibrate: {}", disk.describe());
             make_directory(&args.output)?;
-            calibrate_to(&disk, (Depth::Full, limit), &args.output, interrupted)?
+            calibrate(&disk, limit, &args.output, interrupted)?
         }
         (None, Some(device)) => {
             let path = input::canonicalize(device)
@@ -168,7 +185,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             let _claim = device::claim_disk(&path)?;
             let testbed = Testbed::new(&path, "device")?;
             make_directory(&args.output)?;
-            calibrate_to(&testbed, (Depth::Full, limit), &args.output, interrupted)?
+            calibrate(&testbed, limit, &args.output, interrupted)?
         }
         (None, None) => bail!("name a device, or --in LOCATION"),
     };

@@ -59,7 +59,8 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     if let Some(output) = &args.output {
-        refuse_to_replace(output)?;
+        // A specification that somebody has edited is not written over.
+        input::refuse_to_replace(output)?;
         input::check_output(output)?;
     }
     let mut session = Session::new(input::host());
@@ -118,7 +119,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     match &args.output {
         Some(output) => {
             // Somebody may have made it meanwhile.
-            refuse_to_replace(output)?;
+            input::refuse_to_replace(output)?;
             input::write(output, &text)?;
             notes.iter().for_each(|note| println!("{}", output::visible(note)));
             println!("{}", next_steps(&site, output));
@@ -141,16 +142,6 @@ fn text(site: &Site, notes: &[String], for_program: bool) -> Result<String> {
     rtvirtio_spec::specification::parse("the specification", &text)
         .context("a fault of rtvirtio's: please report it with the VMs' command lines")?;
     Ok(text)
-}
-
-/// A specification that somebody has edited is not written over.
-fn refuse_to_replace(output: &Path) -> Result<()> {
-    ensure!(
-        !output.exists(),
-        "{} is there already: move it away, or name another output",
-        output.display()
-    );
-    Ok(())
 }
 
 /// Every wish must be of a VM that runs, and of a disk that it has.

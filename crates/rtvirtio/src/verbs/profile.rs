@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use rtvirtio_calibrate::calibration::summary;
 use rtvirtio_spec::profile::Profile;
 
@@ -82,6 +82,6 @@ pub(crate) fn run(args: &Args) -> Result<Outcome> {
 
 /// A file that is there already is somebody's.
 fn write(path: &Path, profile: &Profile) -> Result<()> {
-    ensure!(!path.exists(), "{} is there already", path.display());
+    input::refuse_to_replace(path)?;
     input::write(path, &serde_json::to_string_pretty(profile)?)
 }

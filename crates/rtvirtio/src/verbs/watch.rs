@@ -66,7 +66,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     let mut display = is_table.then(display::Display::start).transpose()?;
     let start = Instant::now();
     loop {
-        let mut events = Vec::new();
+        let mut events: Vec<String> = metrics.iter().filter_map(metrics::Server::event).collect();
         if rtvirtio_cli::is_to_reload() {
             match read(args) {
                 Ok(specification) => {

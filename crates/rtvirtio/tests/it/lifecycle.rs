@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use rtvirtio_calibrate::observed::{disk_of, observe};
+use rtvirtio_calibrate::testbed::take_host;
 use rtvirtio_engine::testing::has_io_uring;
 use rtvirtio_host::Host;
 use rtvirtio_host::interrupt::Interrupted;
@@ -16,7 +17,7 @@ use rtvirtio_testbed::client::{Client, Endpoint, Queue, Shape};
 use serde_json::Value;
 
 use crate::scratch_disk::{
-    Disk, Groups, RTVIRTIO, can_run, eventually, lab, left_behind, rtvirtio, said,
+    Disk, Groups, RTVIRTIO, can_run, eventually, lab, left_behind, output, rtvirtio, said,
 };
 
 /// A profile of a 2 GiB ref-4x250 scratch disk, as `calibrate` wrote it.
@@ -571,6 +572,28 @@ fn calibration_of_a_disk_in_use_leaves_nothing_even_when_it_is_killed() {
     assert_eq!(both.status.code(), Some(1));
     drop(mounted);
     assert_eq!(left_behind(), [""; 0]);
+}
+
+#[test]
+fn second_demo_or_benchmark_is_told_of_the_first_before_it_makes_a_disk() {
+    const TEST: &str = "second_demo_or_benchmark_is_told_of_the_first_before_it_makes_a_disk";
+    let Some(_host) = can_run(TEST) else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let out = directory.path().join("out").display().to_string();
+    let (_, _taken) = take_host().unwrap();
+    for verb in ["demo", "bench"] {
+        let arguments = [verb, "--guests", "cgroup", "--out", &out];
+        let second = output(&lab(), directory.path(), &arguments);
+        let text = said(&second);
+        if text.contains("cannot run the demo yet") {
+            // Not println: what a passing test prints is hidden.
+            let _ = writeln!(std::io::stderr(), "SKIPPED {TEST}: {text}");
+            continue;
+        }
+        assert_eq!(second.status.code(), Some(1), "{verb}: {text}");
+        assert!(text.contains("another rtvirtio benchmark or calibration is running"), "{text}");
+        assert!(!text.contains("Making a scratch disk"), "{verb}: {text}");
+    }
 }
 
 #[test]

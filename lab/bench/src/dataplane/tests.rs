@@ -103,6 +103,19 @@ fn servers_take_turns_and_ram_has_no_fixed_buffers_nor_file() {
 }
 
 #[test]
+fn cells_of_another_window_are_none_of_these() {
+    let of = crate::experiment::of::<Benchmark>;
+    let of_4_s = cell(case(Medium::Ram, 1, 1), Qsd, (100.0, 1.0, 1.0));
+    assert_eq!(of(&[]).foreign(&of_4_s), None);
+    assert_eq!(of(&["--seconds=2"]).foreign(&of_4_s), Some("another --seconds"));
+    // Of 4 queues at depth 32 the requests behind p99.99 are waited for.
+    let tail = cell(case(Medium::Ram, 4, 32), Qsd, (100.0, 1.0, 1.0));
+    let tail = Cell { seconds: 20.0, ..tail };
+    assert_eq!(of(&[]).foreign(&tail), None);
+    assert_eq!(of(&["--quick"]).foreign(&tail), Some("another --seconds"));
+}
+
+#[test]
 fn table_and_plot_show_ratios_and_marks() {
     let case = case(Medium::Ram, 1, 32);
     let cells = [cell(case, Rtvirtio, (200.0, 5.0, 10.0)), cell(case, Qsd, (100.0, 10.0, 100.0))];

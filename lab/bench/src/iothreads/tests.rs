@@ -52,6 +52,23 @@ fn cpu_time_is_shared_out_over_requests() {
 }
 
 #[test]
+fn runs_of_another_window_are_none_of_these() {
+    let cpu_us = CpuMicros { iothreads: 1.0, vcpus: 2.0, main_loop: 3.0, other: 4.0, total: 10.0 };
+    let run = Run {
+        key: Key { service: Service::MainLoop, depth: 1, repetition: 0 },
+        requests: 5_003,
+        iops: 1_000.0,
+        cpu_us,
+        iothread_cores: vec![],
+        elsewhere_cores: 0.5,
+        machine: Machine { load1: 1.0, busy_cores: 2.0, steal_cores: 0.0 },
+    };
+    let of = experiment::of::<Benchmark>;
+    assert_eq!(of(&[]).foreign(&run), None);
+    assert_eq!(of(&["--window=20"]).foreign(&run), Some("another window"));
+}
+
+#[test]
 fn table_has_medians_and_ranges() {
     let run = |service, depth, iops, total| Run {
         key: Key { service, depth, repetition: 0 },

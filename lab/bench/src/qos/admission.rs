@@ -27,7 +27,7 @@ use rtvirtio_units::{Bytes, BytesPerSecond, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
 use super::cell::{self, Measured, disturbance};
-use crate::experiment::{Experiment, Report, Run, seconds};
+use crate::experiment::{Experiment, Report, Run, lasted, seconds};
 use crate::stats::rate;
 use crate::table::{NOTHING, Table};
 use crate::verdict::{self, Verdict};
@@ -199,7 +199,10 @@ impl Experiment for Benchmark {
         let keys = self.made.get_or_init(|| self.keys().unwrap_or_default());
         let is_same = |set: &Set| set.number == cell.set && set.tasks == cell.tasks;
         let is_known = keys.iter().any(is_same) || cell.set >= self.sets;
-        (!is_known).then_some("other sets than this program makes")
+        if !is_known {
+            return Some("other sets than this program makes");
+        }
+        (!lasted(cell.seconds, self.window)).then_some("another window")
     }
 
     fn set_up(&self, _: &[Set], run: &Run<'_>) -> Result<ScratchDisk> {
@@ -369,6 +372,16 @@ mod tests {
         assert!(row("> 1.15").contains("2/2 "), "{text}");
         assert!(row("all").contains("3/4 ") && row("all").contains("2/3 "), "{text}");
         assert!(text.matches("LOST").count() == 2, "{text}");
+    }
+
+    #[test]
+    fn cells_of_another_window_are_none_of_these() {
+        let benchmark: Benchmark = crate::experiment::of(&["--sets=1"]);
+        // Of a set that is not asked for, whose tasks may be any.
+        let there = cell(5, None, false, true);
+        assert_eq!(benchmark.foreign(&there), None);
+        let short = Cell { seconds: 5.0, ..there };
+        assert_eq!(benchmark.foreign(&short), Some("another window"));
     }
 
     #[test]

@@ -34,7 +34,7 @@ use rtvirtio_units::{Bytes, Iops, Nanos};
 use serde::{Deserialize, Serialize};
 
 use super::cell::Scheme;
-use crate::experiment::{self, Experiment, Report, seconds};
+use crate::experiment::{self, Experiment, Report, lasted, seconds};
 use crate::plot::{Chart, Weight, sheet};
 use crate::stats::range;
 use crate::table::Table;
@@ -155,6 +155,13 @@ impl Experiment for Benchmark {
 
     fn expected(&self, _: &RunKey) -> Duration {
         WARM_UP + 4 * self.phase + AROUND
+    }
+
+    fn foreign(&self, run: &Run) -> Option<&'static str> {
+        if run.device != self.ssd {
+            return Some("another device");
+        }
+        (!lasted(run.phase_s, self.phase)).then_some("another --phase")
     }
 
     fn set_up(&self, _: &[RunKey], run: &experiment::Run<'_>) -> Result<ScratchDisk> {
@@ -458,6 +465,17 @@ mod tests {
             Ended { at: Nanos::from_millis(number * 10), latency }
         });
         Record { vm: 0, plan, from: Nanos::from_millis(from_ms), ended: ended.collect() }
+    }
+
+    #[test]
+    fn runs_of_another_device_or_phase_are_none_of_these() {
+        let line = r#"{"scheme":"qos","repetition":0,"device":"ref-4x250","phase_s":6.0,"tasks":[],"written":[],
+            "events":[],"canary":{"n":1,"p50":1,"p99":1,"max":1},"busy":0.4,"at":""}"#;
+        let run: Run = serde_json::from_str(line).unwrap();
+        let of = experiment::of::<Benchmark>;
+        assert_eq!(of(&[]).foreign(&run), None);
+        assert_eq!(of(&["--ssd=ref-8x80"]).foreign(&run), Some("another device"));
+        assert_eq!(of(&["--phase=3"]).foreign(&run), Some("another --phase"));
     }
 
     #[test]

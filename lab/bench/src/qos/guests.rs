@@ -19,7 +19,7 @@ use std::time::Duration;
 
 use anyhow::{Result, ensure};
 use rtvirtio_calibrate::load::CellLoad;
-use rtvirtio_calibrate::testbed::DeviceUnderTest as _;
+use rtvirtio_calibrate::testbed::{DeviceUnderTest as _, take_host};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
 use rtvirtio_spec::run::{Cell, CellKey};
 use rtvirtio_testbed::curve::Curve;
@@ -131,9 +131,13 @@ impl Experiment for Benchmark {
             ensure!(before.is_file(), "{} is not there", before.display());
         }
         let program = rtvirtio()?;
+        // Before anything is made that takes time or memory: another benchmark may be at work.
+        let (_, taken) = take_host()?;
         let guests = self.image.find(interrupted)?;
         let backing = Backing::Ssd(DEVICE.to_owned());
         let mut disk = ScratchDisk::start(&backing, DISK, 1, interrupted)?;
+        // The testbed takes the host itself.
+        drop(taken);
         let mut testbed = Testbed::new(disk.device(), disk.label())?;
         let scale = match self.scale.get() {
             Some(scale) => *scale,

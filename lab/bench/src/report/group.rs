@@ -191,10 +191,13 @@ impl TaskRuns<'_> {
         all
     }
 
-    /// The median run's, with an interval that spans those of all runs.
+    /// The median run's, of an even number the mean of the two in the middle; with an interval that spans those of all
+    /// runs.
     pub(super) fn tail(&self) -> Option<Quantile> {
         let all = self.judged();
         let mut tail = *all.get(all.len() / 2)?;
+        let below = all[(all.len() - 1) / 2].value.get();
+        tail.value = Nanos::new(u64::midpoint(below, tail.value.get()));
         tail.low = all.iter().map(|q| q.low).min()?;
         tail.high = all.iter().map(|q| q.high).max()?;
         Some(tail)

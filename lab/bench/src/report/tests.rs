@@ -126,6 +126,16 @@ fn render_has_every_section_and_loads_nothing() {
 }
 
 #[test]
+fn tail_of_an_even_number_of_runs_is_the_mean_of_the_two_in_the_middle() {
+    // 99 % of even rises to 10 and to 30 ms: 9.9 and 29.7 ms.
+    let cells = [cell("2xM", "bfq", 0, 10), cell("2xM", "bfq", 1, 30)];
+    let groups = super::group::groups(&cells);
+    let task = groups[0].tasks()[0];
+    let tail = groups[0].schemes[0].task(task).unwrap().tail().unwrap();
+    assert_eq!(tail.value, Nanos::from_micros(19_800));
+}
+
+#[test]
 fn summary_states_rate_ratio_and_background_of_each_scheme() {
     // 99 % of an even rise to 100 ms is 99 ms: 4.95 of the 20 ms that vm1 has.
     let cells = [cell("2xM", "bfq", 0, 100), cell("2xM", "rtvirtio", 0, 10)];

@@ -17,7 +17,7 @@ use rtvirtio_bench::iothreads;
 use rtvirtio_bench::qos::{self, Cases, cases};
 use rtvirtio_bench::report;
 use rtvirtio_calibrate::calibration::{FULL, calibrate_to};
-use rtvirtio_calibrate::testbed::{CGROUP_ROOT, DeviceUnderTest as _};
+use rtvirtio_calibrate::testbed::{CGROUP_ROOT, DeviceUnderTest as _, take_host};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
 use rtvirtio_host::interrupt::Interrupted;
 use rtvirtio_spec::profile::Profile;
@@ -232,10 +232,14 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
     }
     let specification = args.spec.as_deref().map(input::specification).transpose()?;
     std::fs::create_dir_all(&args.out).with_context(|| format!("create {}", args.out.display()))?;
+    // Before anything is made that takes time or memory: another benchmark may be at work.
+    let (_, taken) = take_host()?;
     let guests = choose(&args.image, args.guests, interrupted)?;
     let scale = guests.as_ref().map_or(Scale::ONE, |(_, accelerator)| accelerator.scale());
     let backing = args.backing.backing()?.slower(scale);
     let disk = ScratchDisk::start(&backing, DISK, args.seed, interrupted)?;
+    // The testbed takes the host itself.
+    drop(taken);
     let mut testbed = Testbed::new(disk.device(), disk.label())?;
     if let Some(guests) = &guests {
         testbed.boot_guests(guests, Case::new(4, Mix::LightMediumHeavy)?, None, interrupted)?;

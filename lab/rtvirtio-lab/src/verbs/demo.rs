@@ -15,7 +15,7 @@ use rtvirtio_bench::campaign::{CELLS, Campaign, DATA_PLANE, Source};
 use rtvirtio_bench::report;
 use rtvirtio_calibrate::calibration::{self, Depth, FULL, calibrate_to, summary};
 use rtvirtio_calibrate::load::CellLoad;
-use rtvirtio_calibrate::testbed::DeviceUnderTest as _;
+use rtvirtio_calibrate::testbed::{DeviceUnderTest as _, take_host};
 use rtvirtio_cases::{Case, Mix, Neighbour, Scale, Scheme, Tier};
 use rtvirtio_cli::progress::human;
 use rtvirtio_host::doctor::{Status, io_uring, probe};
@@ -61,7 +61,8 @@ const BOOT_AGAIN: Duration = Duration::from_secs(25);
     A miss within its 95 % interval, and one that is no longer than the machine itself was late, are marked \
     and are no proof of either.\n\
     Exit codes: 0 rtvirtio's plan and the data plane meet every target that the hand setting meets, 3 one of \
-    them does not, 4 nothing could be compared (what to do is printed), 1 error, 130 interrupted."
+    them does not, 4 of one of them nothing could be compared (what to do is printed), 1 error, such as a data plane \
+    that fails in the guests (the report has the rest), 130 interrupted."
 )]
 pub(crate) struct Args {
     /// Disk: ref-4x250, ref-8x80, ref-stall (emulated, needs FUSE), or raw (a plain file)
@@ -110,12 +111,16 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         name => Backing::ssd(name)?,
     };
     check_host(&backing, args.schemes())?;
+    // Before anything is made that takes time or memory: another demo may be at work.
+    let (_, taken) = take_host()?;
     let kind = kind_within_memory(&backing, args.guests)?;
     let guests = for_demo(&args.image, kind, interrupted)?;
     create_directory(&args.out)?;
     let case = Case::new(4, Mix::LightMediumHeavy)?;
     let program = rtvirtio()?;
     let mut disk = ScratchDisk::start(&backing, DISK, 1, interrupted)?;
+    // The testbed takes the host itself.
+    drop(taken);
     let mut testbed = Testbed::new(disk.device(), disk.label())?;
     // Not before this host is taken: another demo may be at work in the directory.
     remove_earlier(&args.out);
@@ -190,6 +195,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         "data-plane: vhost-user clients (libblkio) in the VMs' place; rtvirtio serve with \
         1 IOThread promises each VM its rate and target, the writer is not capped"
             .to_owned();
+    let mut failure = None;
     if let Some(guests) = &guests {
         let stage = DataPlaneStage {
             guests,
@@ -199,7 +205,20 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
             program: &program,
             curve,
         };
-        (cells, data_plane) = stage.run(&mut testbed, case, cells, interrupted)?;
+        let measured = stage.run(&mut testbed, case, interrupted);
+        (data_plane, failure) = match measured {
+            Ok((measured, what)) => {
+                cells = measured;
+                (what, None)
+            }
+            Err(error) if rtvirtio_cli::is_of_user(&error) => return Err(error),
+            // What was measured before is to be seen all the same.
+            Err(error) => {
+                eprintln!("warning: {DATA_PLANE}: {error:#}");
+                let what = format!("{DATA_PLANE}: failed, and is not in the tables: {error:#}");
+                (what, Some(error))
+            }
+        };
     }
     drop(testbed);
     let verdict = Verdict::of(&cells, &plan, calibration, begin.elapsed());
@@ -233,7 +252,7 @@ pub(crate) fn run(args: &Args, interrupted: &Interrupted) -> Result<Outcome> {
         }
         println!("Report: {}", html.display());
     }
-    Ok(verdict.outcome())
+    verdict.end(failure)
 }
 
 /// Makes the directory.
@@ -266,52 +285,37 @@ struct DataPlaneStage<'a> {
 }
 
 impl DataPlaneStage<'_> {
-    /// All cells, and what to say about the stage: a failure is told.
+    /// The cells of all stages, and what to say about this one.
     fn run(
         &self,
         testbed: &mut Testbed,
         case: Case,
-        cells: Vec<Cell>,
         interrupted: &Interrupted,
     ) -> Result<(Vec<Cell>, String)> {
         eprintln!("The same guests once more, their disks on the data plane (rtvirtio serve)");
-        let mut measure = || -> Result<_> {
-            let served = (self.program, self.curve);
-            testbed.boot_guests(self.guests, case, Some(served), interrupted)?;
-            let before = testbed.served()?;
-            let start = Instant::now();
-            let campaign = Campaign {
-                testbed,
-                profile: self.profile,
-                window: self.window,
-                rounds: ROUNDS,
-                data_plane: None,
-                directory: self.directory,
-                seed: 1,
-                noise_floor: false,
-            };
-            let sources = [(DATA_PLANE.to_owned(), Source::DataPlane)];
-            let (tier, neighbour) = (Tier::Strict, Neighbour::Writer);
-            let jobs = campaign.matrix(&[case], tier, neighbour, &sources, 1);
-            let cells = campaign.run(jobs, interrupted)?;
-            let cost = before
-                .zip(testbed.served()?)
-                .map(|(before, after)| cost(before, after, start.elapsed()));
-            Ok((cells, cost.unwrap_or_default()))
+        let served = (self.program, self.curve);
+        testbed.boot_guests(self.guests, case, Some(served), interrupted)?;
+        let before = testbed.served()?;
+        let start = Instant::now();
+        let campaign = Campaign {
+            testbed,
+            profile: self.profile,
+            window: self.window,
+            rounds: ROUNDS,
+            data_plane: None,
+            directory: self.directory,
+            seed: 1,
+            noise_floor: false,
         };
-        match measure() {
-            Ok((cells, cost)) => {
-                let what = "the disks served by rtvirtio serve (vhost-user-blk, 1 IOThread) from \
-                            the same device, each task's rate and target promised, the writer \
-                            uncapped";
-                Ok((cells, format!("{DATA_PLANE}: {what}{cost}")))
-            }
-            Err(error) if rtvirtio_cli::is_of_user(&error) => Err(error),
-            Err(error) => {
-                eprintln!("warning: {DATA_PLANE}: {error:#}");
-                Ok((cells, format!("{DATA_PLANE}: failed, and is not in the tables: {error:#}")))
-            }
-        }
+        let sources = [(DATA_PLANE.to_owned(), Source::DataPlane)];
+        let (tier, neighbour) = (Tier::Strict, Neighbour::Writer);
+        let jobs = campaign.matrix(&[case], tier, neighbour, &sources, 1);
+        let cells = campaign.run(jobs, interrupted)?;
+        let after = testbed.served()?;
+        let cost = before.zip(after).map(|(before, after)| cost(before, after, start.elapsed()));
+        let what = "the disks served by rtvirtio serve (vhost-user-blk, 1 IOThread) from the same \
+                    device, each task's rate and target promised, the writer uncapped";
+        Ok((cells, format!("{DATA_PLANE}: {what}{}", cost.unwrap_or_default())))
     }
 }
 

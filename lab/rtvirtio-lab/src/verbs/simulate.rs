@@ -53,7 +53,11 @@ no run does more than that, the most that any does.
 
 What --request-us and --kib-ns say is the disk's work, on top of what the data plane itself does for a \
 request. All other costs are measured ones of a disk in memory on two CPUs of an Intel Xeon, or those of \
---costs, which --calibrate makes of this machine. See docs/ARCHITECTURE.md on what the simulator leaves out.
+--costs, which --calibrate makes of this machine.
+
+Left out: caches, memory bandwidth and hyperthreads (a request costs the same on every CPU and after every \
+move), CPU limits of cgroups, switches between VMs, frames that are dropped, interrupts of devices, the guest's \
+own kernel, the CPU time of the policy and its samples, and the time that it takes to make a thread.
 
 Examples:
   rtvirtio-lab simulate --cpus 16 --vms 48

@@ -43,7 +43,8 @@ impl Disk {
             let users = scenario.vms.len().saturating_sub(usize::from(disk));
             let users = users.div_ceil(usize::from(devices));
             Ok(Self {
-                ssd: Ssd::new(config, scenario.seed ^ (u64::from(disk) << 32))?,
+                // Of sequences of their own: the first client's is the seed's, and its gaps would go with service times.
+                ssd: Ssd::new(config, !scenario.seed ^ (u64::from(disk) << 32))?,
                 schedule: schedule.then(|| scheduler(&config, users)),
                 slots: Vec::new(),
                 free: Vec::new(),
@@ -146,5 +147,23 @@ impl Simulation<'_> {
             self.ios[io as usize].ended.push(queue);
             self.ring(io, Waker::Device);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn device_does_not_draw_what_the_first_client_draws() {
+        let config: SsdConfig = "ref-4x250".parse().unwrap();
+        let mut machine = Machine::new(2, 1);
+        machine.backend = Backend::Ssd { config, devices: 1, schedule: false };
+        let scenario = Scenario { seed: 7, phases: Vec::new(), vms: Vec::new() };
+        let mut disks = Disk::all(&machine, &scenario).unwrap();
+        // Of the first client's sequence.
+        let mut same = Ssd::new(config, scenario.seed).unwrap();
+        let end = |ssd: &mut Ssd| ssd.submit(Nanos::ZERO, Bytes::from_kib(4));
+        assert_ne!(end(&mut disks[0].ssd), end(&mut same));
     }
 }

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
@@ -20,9 +20,53 @@ const REQUEST: usize = 4096;
 /// Clients that are answered at a time.
 const WORKERS: usize = 8;
 
+/// How long no client is taken after one could not be: without a free descriptor (EMFILE, ENFILE) it stays in the queue, and
+/// the next attempt would fail at once.
+const PAUSE: Duration = Duration::from_millis(200);
+
 /// Answers every request with the last look.
 pub(super) struct Server {
     text: Arc<Mutex<String>>,
+    trouble: Arc<Trouble>,
+}
+
+/// Why clients cannot be taken, said once until one was taken again.
+#[derive(Default)]
+struct Trouble(Mutex<Said>);
+
+#[derive(Default)]
+struct Said {
+    is_in_trouble: bool,
+    event: Option<String>,
+}
+
+impl Trouble {
+    /// The next client. `accept` is tried until there is one.
+    fn next(&self, mut accept: impl FnMut() -> io::Result<TcpStream>) -> TcpStream {
+        loop {
+            let error = match accept() {
+                Ok(client) => {
+                    self.said().is_in_trouble = false;
+                    return client;
+                }
+                Err(error) => error,
+            };
+            // That client has gone, or a signal came: the next attempt waits for another one.
+            if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) {
+                continue;
+            }
+            let mut said = self.said();
+            if !std::mem::replace(&mut said.is_in_trouble, true) {
+                said.event = Some(format!("metrics: no client can be answered: {error}"));
+            }
+            drop(said);
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    fn said(&self) -> MutexGuard<'_, Said> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Server {
@@ -30,17 +74,25 @@ impl Server {
         let listener =
             TcpListener::bind(address).with_context(|| format!("listen on {address}"))?;
         let text = Arc::new(Mutex::new(String::new()));
+        let trouble = Arc::new(Trouble::default());
         // A client that says nothing keeps one of them. They end with the process.
         for _ in 0..WORKERS {
             let (listener, served) = (listener.try_clone()?, Arc::clone(&text));
+            let trouble = Arc::clone(&trouble);
             std::thread::Builder::new().name("metrics".to_owned()).spawn(move || {
-                for stream in listener.incoming().flatten() {
+                let next = || trouble.next(|| Ok(listener.accept()?.0));
+                for stream in std::iter::repeat_with(next) {
                     let body = served.lock().map(|t| t.clone()).unwrap_or_default();
                     let _ = answer(stream, &body);
                 }
             })?;
         }
-        Ok(Self { text })
+        Ok(Self { text, trouble })
+    }
+
+    /// What happened to it since this was last asked.
+    pub(super) fn event(&self) -> Option<String> {
+        self.trouble.said().event.take()
     }
 
     pub(super) fn publish(&self, look: &Look) {
@@ -200,6 +252,26 @@ mod tests {
         client.read_to_string(&mut text).unwrap();
         assert!(text.starts_with("HTTP/1.1 200 OK"), "{text}");
         assert!(begun.elapsed() < PATIENCE, "it waited for one that says nothing");
+    }
+
+    #[test]
+    fn client_that_cannot_be_taken_is_tried_again_after_a_pause_and_said_once() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let _clients = [address; 2].map(|address| TcpStream::connect(address).unwrap());
+        let (trouble, begun) = (Trouble::default(), Instant::now());
+        let next = |mut errors: Vec<i32>| {
+            drop(trouble.next(|| match errors.pop() {
+                Some(errno) => Err(io::Error::from_raw_os_error(errno)),
+                None => Ok(listener.accept()?.0),
+            }));
+            trouble.said().event.take()
+        };
+        let said = next(vec![libc::EMFILE, libc::ENFILE, libc::ENFILE]).unwrap();
+        assert!(begun.elapsed() >= 3 * PAUSE, "it was tried again at once");
+        assert!(said.contains("no client can be answered: Too many open files"), "{said}");
+        // One that has gone is no trouble.
+        assert_eq!(next(vec![libc::ECONNABORTED, libc::EINTR]), None);
     }
 
     #[test]

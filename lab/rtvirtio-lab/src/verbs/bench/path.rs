@@ -21,7 +21,11 @@ const CELL: Duration = Duration::from_millis(500);
 Tails agree within 25 %, 1 ms or 1.5 times the disagreement of two repetitions, whichever is largest; rates \
 within 5 %. The percentile is the one that the cell judged. Simulated: the median of 5 seeds, each of the cell's \
 window. Below stand real runs in the simulation's place: the second of a condition for the first, excused by no \
-disagreement, and a third by that of the two before. Cells that do not count are left out. See docs/ARCHITECTURE.md on what the simulator leaves out.")]
+disagreement, and a third by that of the two before. Cells that do not count are left out.
+
+The simulator leaves out CPU time (each request takes --software-us longer, whoever else runs), merging, buffered \
+writes, flushes, the order of sectors under mq-deadline, the virtqueue's limit of requests, and more than one hardware \
+queue. docs/simulator.md says what decides tails in this path.")]
 pub(crate) struct Args {
     /// Directories of campaigns (with a cells.jsonl each)
     #[arg(required = true)]

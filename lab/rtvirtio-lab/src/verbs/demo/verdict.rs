@@ -3,15 +3,18 @@
 //! A scheme is *behind the hand setting* on a task that the hand setting meets and the scheme misses
 //! beyond its interval: its tail's interval lies above the target and above the hand setting's, or
 //! its rate's below what passes. Where the machine was as late as the miss is long, nothing can be said of
-//! the task. Where that, or too few requests, leaves no task that the hand setting meets, nothing is
-//! compared at all.
+//! the task. Where that, or too few requests, leaves a scheme no task that the hand setting meets, it is not
+//! compared at all, and there is no verdict unless another one is behind. A part of the demo that failed is an error,
+//! whatever the others came to.
 //!
 //! Properties (tests of the same name): `scheme_that_misses_what_hand_meets_is_behind`,
 //! `miss_within_the_interval_is_not_behind`, `without_a_target_that_hand_meets_nothing_is_judged`,
-//! `scheme_without_a_cell_is_not_judged`.
+//! `scheme_without_a_cell_is_not_judged`, `scheme_of_which_nothing_is_known_meets_nothing`,
+//! `part_that_failed_is_an_error_whatever_the_others_came_to`.
 
 use std::time::Duration;
 
+use anyhow::{Error, Result};
 use rtvirtio_bench::campaign::DATA_PLANE;
 use rtvirtio_bench::verdict::{Standing, standing};
 use rtvirtio_cases::Scheme;
@@ -104,13 +107,25 @@ impl Verdict {
             .into_iter()
     }
 
+    /// What the schemes come to.
     pub(super) fn outcome(&self) -> Outcome {
         let hand_meets = self.scheme(&Scheme::Hand.to_string()).map_or(0, |hand| hand.met);
-        let is_known = |s: &SchemeVerdict| s.unknown < s.hand_meets;
-        if hand_meets == 0 || self.ours().next().is_none() || !self.ours().any(is_known) {
+        if hand_meets == 0 || self.ours().next().is_none() {
             return Outcome::NotJudged;
         }
-        if self.ours().any(|s| s.behind_hand > 0) { Outcome::Unmet } else { Outcome::Done }
+        if self.ours().any(|s| s.behind_hand > 0) {
+            return Outcome::Unmet;
+        }
+        if self.ours().all(SchemeVerdict::is_known) { Outcome::Done } else { Outcome::NotJudged }
+    }
+
+    /// How the demo ends; `failure` is why the data plane was not measured in the guests. Nobody who looks at the exit code
+    /// alone is to believe that all of it was tried.
+    pub(super) fn end(&self, failure: Option<Error>) -> Result<Outcome> {
+        match failure {
+            None => Ok(self.outcome()),
+            Some(error) => Err(error.context("the data plane failed in the guests")),
+        }
     }
 
     /// For people: a line for each scheme that matters, what the machine did, and what to do.
@@ -179,16 +194,29 @@ impl Verdict {
             Outcome::Unmet => format!(
                 "Verdict after {whole}: a target that the hand setting meets is missed, as said above."
             ),
-            _ => format!(
-                "No verdict after {whole}: there was nothing to compare. Run it again with less else on this \
-                 machine (what: top), or longer: --full."
-            ),
+            _ => {
+                let unknown = self.ours().filter(|s| !s.is_known()).map(|s| s.scheme.as_str());
+                let unknown: Vec<&str> = unknown.collect();
+                let of = match unknown.is_empty() {
+                    true => String::new(),
+                    false => format!(" of {}", unknown.join(" and ")),
+                };
+                format!(
+                    "No verdict after {whole}: there was nothing to compare{of}. Run it again with less \
+                     else on this machine (what: top), or longer: --full."
+                )
+            }
         });
         lines
     }
 }
 
 impl SchemeVerdict {
+    /// Whether something can be said of a task that the hand setting meets.
+    const fn is_known(&self) -> bool {
+        self.unknown < self.hand_meets
+    }
+
     fn of(cell: &Cell, hand: Option<&Cell>) -> Self {
         let count = |of: Standing| cell.tasks.iter().filter(|t| standing(cell, t) == of).count();
         let met_by_hand = |task: &&TaskResult| {
@@ -344,6 +372,36 @@ mod tests {
         late.disturbed = Some("canary".to_owned());
         late.canary.p99 = Nanos::from_millis(5);
         assert_eq!(verdict(&[cell("hand", 3, 1), late]).outcome(), Outcome::NotJudged);
+    }
+
+    #[test]
+    fn scheme_of_which_nothing_is_known_meets_nothing() {
+        let late = |scheme| {
+            let mut late = cell(scheme, 14, 1);
+            late.disturbed = Some("canary".to_owned());
+            late.canary.p99 = Nanos::from_millis(5);
+            late
+        };
+        let with = |ours, plane| verdict(&[cell("hand", 3, 1), ours, plane]);
+        let found = with(cell("rtvirtio", 3, 1), late(DATA_PLANE));
+        assert_eq!(found.outcome(), Outcome::NotJudged);
+        let last = found.lines().pop().unwrap();
+        assert!(last.contains(&format!("nothing to compare of {DATA_PLANE}. ")), "{last}");
+        // A miss is one, whatever is not known of the other.
+        let found = with(cell("rtvirtio", 12, 1), late(DATA_PLANE));
+        assert_eq!(found.outcome(), Outcome::Unmet);
+    }
+
+    #[test]
+    fn part_that_failed_is_an_error_whatever_the_others_came_to() {
+        for ours in [3, 12] {
+            let found = verdict(&[cell("hand", 3, 1), cell("rtvirtio", ours, 1)]);
+            let failure = anyhow::anyhow!("vm0 does not answer");
+            let error = format!("{:#}", found.end(Some(failure)).unwrap_err());
+            assert_eq!(error, "the data plane failed in the guests: vm0 does not answer");
+        }
+        let whole = [cell("hand", 3, 1), cell("rtvirtio", 3, 1), cell(DATA_PLANE, 3, 1)];
+        assert_eq!(verdict(&whole).end(None).unwrap(), Outcome::Done);
     }
 
     #[test]

@@ -11,6 +11,8 @@ use crate::input;
 
 /// Measures, searches, and writes the costs.
 pub(super) fn run(path: &Path, interrupted: &Interrupted) -> Result<()> {
+    // Three minutes of loads are not to be for nothing.
+    input::check_output(path)?;
     let rounds = costs::measure(&rtvirtio()?, interrupted)?;
     let (costs, text) = costs::find(&rounds)?;
     input::write(path, &(serde_json::to_string_pretty(&costs)? + "\n"))?;
